@@ -14,7 +14,6 @@ of their own in ``_demo``.
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -23,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 import gradxform as gx
 from gradxform import engines
@@ -117,14 +115,7 @@ def make_run(
     if options.engine == "ray":
         for name in ("address", "connect_timeout", "server_processes"):
             more[name] = getattr(options, name)
-        more["server_shardings"] = functools.partial(cut, options.server_processes)
     return getattr(engines, options.engine)(job, **more)
-
-
-def cut(processes: int, path: str, shape: tuple[int, ...]) -> PartitionSpec:
-    """Cuts each leaf that can be cut, although the model is small."""
-    can_be_cut = shape and shape[0] % processes == 0
-    return PartitionSpec("server") if can_be_cut else PartitionSpec()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

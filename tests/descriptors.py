@@ -8,7 +8,7 @@ for at least one. Over its rows each number that it takes must matter.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -109,6 +109,7 @@ class Descriptor:
 D = Descriptor
 # Its update changes every row, so it refuses row-sparse gradients.
 Dense = functools.partial(D, rows="refused")
+Narrow = functools.partial(Dense, variant="bf16", real_only=True)
 
 # It computes weights, of the touched rows alone, and returns how they differ.
 Weights = functools.partial(D, rows="touched", reads_params=True, sets_params=True)
@@ -124,16 +125,28 @@ KEPT = {
     "momentum_look_ahead": {"mu": "own"},
 }
 
-ADAGRAD = D("adagrad", {"learning_rate": 0.1})
-NOVOGRAD = Dense("novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5})
+RATE = {"learning_rate": 0.1}
+ADAGRAD = D("adagrad", RATE)
+NOVOGRAD = Dense("novograd", RATE | {"global_clipnorm": 0.5})
+# Keras's clips, each a row of an optimizer that takes them.
+CLIPS = {"clipnorm": 0.5, "clipvalue": 0.125, "global_clipnorm": 0.5}
+
+
+def with_each_clip(make: Callable[..., Descriptor], name: str) -> list[Descriptor]:
+    """Three rows. Clipping by value is for real gradients."""
+    return [
+        make(name, RATE | {clip: value}, clip, real_only=clip == "clipvalue")
+        for clip, value in CLIPS.items()
+    ]
+
 
 DESCRIPTORS = (
     D("clip_by_global_norm", {"max_norm": 1.0}, figures=((0, 4), (1, 6.83))),
     D("clip_by_norm", {"max_norm": 0.5}, figures=((0, 4), (0.75, 8.33))),
     D("densify", figures=((0, 3), (0.26, 7.33))),
-    D("scale_by_learning_rate", {"learning_rate": 0.1}, figures=((0, 3), (0.26, 7.33))),
+    D("scale_by_learning_rate", RATE, figures=((0, 3), (0.26, 7.33))),
     D("scale_by_adagrad", figures=((0, 7), (0.75, 11.33))),
-    D("adagrad", {"learning_rate": 0.1}, figures=((0, 7), (0.75, 11.33))),
+    D("adagrad", RATE, figures=((0, 7), (0.75, 11.33))),
     D(
         "adagrad",
         {
@@ -144,17 +157,10 @@ DESCRIPTORS = (
         },
         "tf1",
     ),
-    D("adagrad", {"learning_rate": 0.1, "row_wise": True}, "row_wise"),
-    D("adagrad", {"learning_rate": 0.1, "accumulator_dtype": jnp.bfloat16}, "bf16"),
-    D("adagrad", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
-    D(
-        "adagrad",
-        {"learning_rate": 0.1, "clipvalue": 0.125},
-        "clipvalue",
-        real_only=True,
-    ),
-    D("adagrad", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    Weights("ftrl", {"learning_rate": 0.1}, figures=((0, 12), (0.75, 16.33))),
+    D("adagrad", RATE | {"row_wise": True}, "row_wise"),
+    D("adagrad", RATE | {"accumulator_dtype": jnp.bfloat16}, "bf16"),
+    *with_each_clip(D, "adagrad"),
+    Weights("ftrl", RATE, figures=((0, 12), (0.75, 16.33))),
     Weights(
         "ftrl",
         {
@@ -178,14 +184,8 @@ DESCRIPTORS = (
         },
         "multiplied",
     ),
-    Weights("ftrl", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
-    Weights(
-        "ftrl", {"learning_rate": 0.1, "clipvalue": 0.125}, "clipvalue", real_only=True
-    ),
-    Weights("ftrl", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"),
-    Weights(
-        "proximal_adagrad", {"learning_rate": 0.1}, figures=((0, 7), (0.75, 11.33))
-    ),
+    *with_each_clip(Weights, "ftrl"),
+    Weights("proximal_adagrad", RATE, figures=((0, 7), (0.75, 11.33))),
     Weights(
         "proximal_adagrad",
         {
@@ -198,72 +198,46 @@ DESCRIPTORS = (
         figures=((0, 7), (0.75, 11.33)),
     ),
     Dense("scale_by_novograd", figures=((0, 7), (1, 11.33))),
-    Dense("novograd", {"learning_rate": 0.1}, figures=((0, 7), (1, 11.33))),
+    Dense("novograd", RATE, figures=((0, 7), (1, 11.33))),
     Dense(
         "novograd",
-        {"learning_rate": 0.1, "weight_decay": 0.01},
+        RATE | {"weight_decay": 0.01},
         "weight_decay",
         reads_params=True,
     ),
-    Dense("novograd", {"learning_rate": 0.1, "grad_averaging": True}, "grad_averaging"),
-    Dense("novograd", {"learning_rate": 0.1, "nesterov": True}, "nesterov"),
+    Dense("novograd", RATE | {"grad_averaging": True}, "grad_averaging"),
+    Dense("novograd", RATE | {"nesterov": True}, "nesterov"),
     Dense(
         "novograd",
-        {"learning_rate": 0.1, "b1": 0.9, "b2": 0.5, "eps": 0.3, "eps_in_sqrt": False},
+        RATE | {"b1": 0.9, "b2": 0.5, "eps": 0.3, "eps_in_sqrt": False},
         "eps_outside",
     ),
-    Dense("novograd", {"learning_rate": 0.1, "lr_in_momentum": True}, "lr_in_momentum"),
-    Dense(
-        "novograd",
-        {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
-        "bf16",
-        real_only=True,
-    ),
-    Dense("novograd", {"learning_rate": 0.1, "clipnorm": 0.5}, "clipnorm"),
-    Dense(
-        "novograd",
-        {"learning_rate": 0.1, "clipvalue": 0.125},
-        "clipvalue",
-        real_only=True,
-    ),
-    Dense(
-        "novograd", {"learning_rate": 0.1, "global_clipnorm": 0.5}, "global_clipnorm"
-    ),
+    Dense("novograd", RATE | {"lr_in_momentum": True}, "lr_in_momentum"),
+    Narrow("novograd", RATE | {"mu_dtype": jnp.bfloat16}),
+    *with_each_clip(Dense, "novograd"),
     Dense(
         "scale_by_delayed_nesterov", {"num_delay": 2}, figures=((0, 10), (0.75, 14.33))
     ),
     Dense(
         "delayed_nesterov",
-        {"learning_rate": 0.1, "num_delay": 2, "activation": 0.25},
+        RATE | {"num_delay": 2, "activation": 0.25},
         figures=((0, 10), (0.75, 14.33)),
     ),
-    Dense(
-        "delayed_nesterov",
-        {"learning_rate": 0.1, "num_delay": 2, "mu_dtype": jnp.bfloat16},
-        "bf16",
-        real_only=True,
-    ),
-    Dense("delayed_nesterov", {"learning_rate": 0.1, "num_delay": 2, "b1": 0.5}, "b1"),
+    Narrow("delayed_nesterov", RATE | {"num_delay": 2, "mu_dtype": jnp.bfloat16}),
+    Dense("delayed_nesterov", RATE | {"num_delay": 2, "b1": 0.5}, "b1"),
     Dense("scale_by_momentum_look_ahead", figures=((0, 7), (0.75, 11.33))),
-    Dense(
-        "momentum_look_ahead", {"learning_rate": 0.1}, figures=((0, 7), (0.75, 11.33))
-    ),
-    Dense(
-        "momentum_look_ahead",
-        {"learning_rate": 0.1, "mu_dtype": jnp.bfloat16},
-        "bf16",
-        real_only=True,
-    ),
+    Dense("momentum_look_ahead", RATE, figures=((0, 7), (0.75, 11.33))),
+    Narrow("momentum_look_ahead", RATE | {"mu_dtype": jnp.bfloat16}),
     Dense(
         "momentum_look_ahead",
-        {"learning_rate": 0.1, "b1": 0.5, "alignment": gx.MomentumAlignment()},
+        RATE | {"b1": 0.5, "alignment": gx.MomentumAlignment()},
         "heloco",
     ),
     Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
     D("lazy", {"inner": ADAGRAD}, figures=((0, 7), (0.75, 11.33))),
     D(
         "lazy",
-        {"inner": Dense("momentum_look_ahead", {"learning_rate": 0.1})},
+        {"inner": Dense("momentum_look_ahead", RATE)},
         "mu",
         rows="touched",
     ),
@@ -298,11 +272,7 @@ DESCRIPTORS = (
     ),
     D(
         "conditional_accumulator",
-        {
-            "inner": ADAGRAD,
-            "num_required": 2,
-            "accumulator_dtype": jnp.bfloat16,
-        },
+        {"inner": ADAGRAD, "num_required": 2, "accumulator_dtype": jnp.bfloat16},
         "bf16",
         local_step=0,
         real_only=True,

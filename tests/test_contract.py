@@ -680,8 +680,10 @@ def test_a_leaf_without_gradient_keeps_its_state(row):
 
 def test_a_tree_without_leaves(row):
     tx = row.make()
-    updates, _ = tx.update({}, tx.init({}), {}, **row.extra({}))
+    state = tx.init({})
+    updates, after = tx.update({}, state, {}, **row.extra({}))
     assert updates == {}
+    assert types(after) == types(state)
 
 
 def test_a_gradient_of_another_shape_is_named(row):

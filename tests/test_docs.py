@@ -65,27 +65,6 @@ def test_docstring_explains_every_field(name):
         assert re.search(rf"^  {field}: ", doc, re.M), field
 
 
-@pytest.mark.parametrize(
-    ("called", "field"),
-    [(gx.global_step, "global_step"), (gx.staleness_fraction, "stale_count")],
-)
-def test_the_reader_of_a_counter_names_each_gate_that_has_it(called, field):
-    gates = [name for name in {*ROWS} & {*CALLED} if field in own_fields(name)]
-    assert len(gates) >= 3
-    said = inspect.getdoc(gx.global_step)
-    assert all(f":func:`{gate}`" in said for gate in gates)
-    with pytest.raises(ValueError, match=field) as raised:
-        called(())
-    for_late_gradients = {*gates} - {"accumulate", "skip_spikes"}
-    assert all(gate in str(raised.value) for gate in for_late_gradients)
-
-
-def own_fields(name):
-    """The fields of the state that has the name of a transformation."""
-    state = name.title().replace("_", "") + "State"
-    return getattr(getattr(gx, state, None), "_fields", ())
-
-
 @pytest.mark.parametrize("columns", ["40", "80", "200"])
 def test_list_prints_every_public_name_but_states(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)

@@ -12,16 +12,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import linen, nnx
-from jax.ad_checkpoint import checkpoint_name
 
 import gradxform as gx
 
 PAGE = (pathlib.Path(__file__).parents[1] / "docs/sparse.md").read_text()
 BLOCK = r"```python\n(?!>>> )(.*?)```"
-SHARED, _, *REST, TWO_OPTIMIZERS = re.findall(BLOCK, PAGE, re.DOTALL)
+SHARED, _, *REST, _ = re.findall(BLOCK, PAGE, re.DOTALL)
 BLOCKS = dict(re.findall(r"\n### (.+?)\n(?:[^#]*?)" + BLOCK, PAGE, re.DOTALL))
 HEIGHT = 10_000
 
@@ -69,13 +67,6 @@ def table_of(params):
 def test_every_block_has_a_test():
     assert list(BLOCKS) == list(LEFT)
     assert list(BLOCKS.values()) == REST
-
-
-@pytest.mark.slow
-def test_two_optimizers_for_variables_of_keras(monkeypatch, standard_promotion):
-    monkeypatch.setenv("KERAS_BACKEND", "jax")
-    left = {"batches": [*batches(5)]}
-    exec(SHARED + BLOCKS["Keras's Embedding"] + TWO_OPTIMIZERS, left)  # It asserts.
 
 
 @pytest.mark.slow
@@ -214,35 +205,6 @@ def haikus_checkpoint(height):
     return whole.apply, whole.init(jax.random.key(0), IDS)
 
 
-def equinoxs_checkpoint(height):
-    keys = jax.random.split(jax.random.key(0), 4)
-    model = eqx.nn.Sequential(
-        [eqx.nn.Embedding(height, 16, key=keys[0])]
-        + 3 * [eqx.nn.Linear(16, 16, key=keys[1]), eqx.nn.Lambda(jnp.sin)]
-    )
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def loss(params, ids):
-        model = eqx.combine(params, static)
-        return jnp.sum(jax.vmap(eqx.filter_checkpoint(model))(ids))
-
-    return loss, params
-
-
-def jaxs_checkpoint(height):
-    keys = jax.random.split(jax.random.key(0), 2)
-    params = [jax.random.normal(keys[0], (height, 16)), jnp.eye(16) / 2]
-
-    @jax.checkpoint
-    def loss(params, ids):
-        rows = params[0][ids]
-        for _ in range(3):
-            rows = jnp.sin(rows @ params[1])
-        return jnp.sum(rows)
-
-    return loss, params
-
-
 def checkpoints(jaxpr):
     """The equations of a program that compute again what was not saved."""
     for eqn in jaxpr.eqns:
@@ -265,13 +227,7 @@ def program(make, height):
 
 WITH_CHECKPOINTS = pytest.mark.parametrize(
     "make",
-    [
-        jaxs_checkpoint,
-        nnxs_checkpoint,
-        linens_checkpoint,
-        haikus_checkpoint,
-        equinoxs_checkpoint,
-    ],
+    [nnxs_checkpoint, linens_checkpoint, haikus_checkpoint],
 )
 
 
@@ -381,94 +337,3 @@ def test_a_tied_table_is_refused_and_is_dense_where_it_is_not_named(
     expected = np.tile(table[IDS].sum(0), (5, 1))
     np.add.at(expected, np.asarray(IDS), table.sum(0))
     np.testing.assert_allclose(grad, expected, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_haikus_one_hot_style_is_a_product():
-    import haiku as hk
-
-    def embed(ids):
-        return hk.Embed(5, 2, lookup_style="ONE_HOT")(ids).sum()
-
-    model = hk.without_apply_rng(hk.transform(embed))
-    params = model.init(jax.random.key(0), IDS)
-    with pytest.raises(TypeError, match="used by 'dot_general'"):
-        gx.value_and_grad(model.apply, tables=["embed/embeddings"])(params, IDS)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_layer_that_computes_in_half_precision(dtype):
-    """The layer casts its table before it takes rows; here only the rows are cast."""
-    layer = linen.Embed(5, 2, dtype=dtype)
-
-    def loss(params):
-        rows = layer.apply(params, IDS)
-        assert rows.dtype == dtype
-        return jnp.sum(rows.astype("float32") ** 2)
-
-    params = layer.init(jax.random.key(0), IDS)
-    value, grads = gx.value_and_grad(loss, tables=["params/embedding"])(params)
-    table = params["params"]["embedding"]
-    rows = np.asarray(table.astype(dtype), np.float64)[IDS]
-    np.testing.assert_allclose(value, np.sum(rows**2), rtol=1e-6)
-    expected = np.zeros((5, 2))
-    np.add.at(expected, np.asarray(IDS), 2 * rows)
-    got = grads["params"]["embedding"].densify()
-    assert got.dtype == jnp.float32
-    np.testing.assert_allclose(got, expected, rtol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_gate_in_linens_own_train_state_takes_rows():
-    from flax.training.train_state import TrainState
-
-    params = {"table": jnp.ones((5, 2))}
-    tx = gx.accumulate(optax.chain(gx.densify(), optax.sgd(1.0)), 1)
-    state = TrainState.create(apply_fn=None, params=params, tx=tx)
-    rows = gx.IndexedSlices([3, 3], jnp.ones((2, 2)), (5, 2))
-    state = state.apply_gradients(grads={"table": rows})
-    assert state.params["table"].tolist() == [[1, 1]] * 3 + [[-1, -1], [1, 1]]
-
-
-WHOLE, READ = jnp.ones((100, 16)), jnp.array([7, 42])
-
-
-def rows_of(read):
-    """The rows of the gradient of a table that a loss reads like this."""
-    value_and_grad = gx.value_and_grad(lambda t: jnp.sum(read(t) ** 2), tables=[""])
-    return value_and_grad(WHOLE)[1].indices.tolist()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("read", "rows"),
-    [
-        (jax.checkpoint(lambda table: table[READ]), [7, 42]),
-        (lambda table: checkpoint_name(table, "rows")[READ], [7, 42]),
-        (lambda table: jax.lax.stop_gradient(table)[READ], []),
-        (lambda table: jnp.stack(list(table)), [*range(100)]),
-        (lambda table: table[READ][:, :2], [7, 42]),
-    ],
-    ids=["remat", "name", "stopped", "each row", "cut rows"],
-)
-def test_a_named_table_may_be_read_like_this(read, rows):
-    assert rows_of(read) == rows
-
-
-@pytest.mark.every
-@pytest.mark.parametrize(
-    ("operation", "read"),
-    [
-        ("gather", lambda table: table[READ, :2]),
-        ("scan", lambda table: jax.lax.map(lambda i: table[i], READ)),
-        (
-            "cond",
-            lambda table: jax.lax.cond(True, lambda: table[READ], lambda: table[READ]),
-        ),
-        ("mul", lambda table: table * 2),
-        ("transpose", lambda table: table.T),
-    ],
-)
-def test_an_error_names_the_operation_that_reads_a_named_table(operation, read):
-    with pytest.raises(TypeError, match=f"used by '{operation}'"):
-        rows_of(read)

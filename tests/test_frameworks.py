@@ -92,30 +92,6 @@ def test_trains_on_digits(name, request, monkeypatch):
         assert left["run"].counts().accepted > 220
 
 
-PARAMETERS = {
-    "Flax NNX": lambda left: nnx.state(left["model"], nnx.Param),
-    "Flax Linen": lambda left: left["state"].params,
-    "Haiku": lambda left: left["params"],
-    "Equinox": lambda left: eqx.filter(left["model"], eqx.is_inexact_array),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["Flax NNX", "Flax Linen", "Haiku", "Equinox"])
-def test_micro_batches_train_as_their_batches_do(name):
-    """Two whole batches, and the same two in halves."""
-    rng = np.random.default_rng(0)
-    images = rng.standard_normal((2, 8, 64)).astype(np.float32)
-    labels = rng.integers(0, 10, (2, 8))
-    whole = run(name, zip(images, labels, strict=True))
-    halves = zip(images.reshape(4, 4, 64), labels.reshape(4, 4), strict=True)
-    micro = run(name, halves, "tx = gx.accumulate(tx, num_required=2)\n")
-    params, expected = (
-        jax.tree.leaves(PARAMETERS[name](left)) for left in (micro, whole)
-    )
-    chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.slow
 def test_the_state_of_layers_is_carried():
     rng = np.random.default_rng(0)

@@ -66,22 +66,11 @@ def test_the_imaginary_parts_of_micro_batches_are_added_up():
     assert after_two(gx.accumulate(optax.sgd(1.0), 2)) == -1 - 1j
 
 
-def test_a_negative_max_norm_is_an_error():
-    theirs = first_update(optax.clip_by_global_norm(-1.0), jnp.array([3.0, 4.0]))
-    np.testing.assert_allclose(theirs, [-0.6, -0.8], rtol=1e-6)
-    with pytest.raises(ValueError, match=r"max_norm must be in \[0, inf\], got -1.0"):
-        gx.clip_by_global_norm(-1.0)
-
-
 def test_an_infinite_gradient_does_not_zero_the_others_in_silence():
     grads = jnp.array([jnp.inf, 1.0, 2.0])
     theirs = first_update(optax.clip_by_global_norm(1.0), grads)
     assert theirs[1:].tolist() == [0.0, 0.0]
     assert jnp.all(jnp.isnan(first_update(gx.clip_by_global_norm(1.0), grads)))
-    tx = optax.apply_if_finite(gx.clip_by_global_norm(1.0), max_consecutive_errors=3)
-    updates, state = tx.update(grads, tx.init(grads))
-    assert jnp.all(updates == 0)
-    assert state.total_notfinite == 1
 
 
 def test_the_derivative_of_the_clip_at_zero_gradients_is_finite():
@@ -105,19 +94,3 @@ def test_novograds_first_all_zero_float16_gradient_gives_zero():
     grads = jnp.zeros(3, jnp.float16)
     assert jnp.all(jnp.isnan(first_update(optax.novograd(0.1), grads)))
     assert first_update(gx.novograd(0.1), grads).tolist() == [0.0] * 3
-
-
-def test_a_gradient_of_shape_3_1_is_no_gradient_for_shape_3():
-    params, grads = jnp.ones(3), jnp.ones((3, 1))
-    theirs = optax.apply_updates(
-        params, first_update(optax.adagrad(0.1), grads, params)
-    )
-    assert theirs.shape == (3, 3)
-    tx = gx.adagrad(0.1)
-    for call in (
-        lambda: gx.apply_updates(params, grads),
-        lambda: tx.update(grads, tx.init(params), params),
-        lambda: gx.apply_gradients(tx, grads, tx.init(params), params),
-    ):
-        with pytest.raises(TypeError, match=r"float32\[3,1\].*float32\[3\]"):
-            call()

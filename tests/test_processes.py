@@ -6,7 +6,6 @@ import pathlib
 import socket
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -42,19 +41,9 @@ def processes(count, folder):
             yield started
         except BaseException:
             for rank in range(count):
-                print(f"== process {rank}\n{printed(folder, rank)}")
+                log = (folder / f"{rank}.log").read_text(errors="replace")
+                print(f"== process {rank}\n{log}")
             raise
-
-
-def printed(folder, rank):
-    return (folder / f"{rank}.log").read_text(errors="replace")
-
-
-def wait_until(condition, seconds):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"{seconds} s were not enough"
-        time.sleep(0.05)
 
 
 @pytest.mark.slow
@@ -65,8 +54,7 @@ def test_processes_agree_with_one(tmp_path):
     assert dropping["['state'].stale_count"] == waiting["['state'].stale_count"] == 2
     count = 4
     with processes(count, tmp_path) as started:
-        wait_until(lambda: all(p.poll() is not None for p in started), 180)
-        assert [p.returncode for p in started] == [0] * count
+        assert [p.wait(timeout=180) for p in started] == [0] * count
     for rank, (gate, how) in itertools.product(range(count), worker.CASES):
         with np.load(tmp_path / f"{rank}.{gate}.{how}.npz") as file:
             got = dict(file)

@@ -72,19 +72,6 @@ def test_the_public_engines_are_those_of_two_subpackages():
     assert {*public} == {"engines", "_ray", "_server"}
 
 
-@pytest.mark.parametrize("subpackage", MAY_IMPORT)
-def test_a_subpackage_says_what_lives_there(subpackage):
-    doc = ast.get_docstring(
-        ast.parse((PACKAGE / subpackage / "__init__.py").read_text())
-    )
-    modules = {path.stem for path in (PACKAGE / subpackage).glob("*.py")} - {"__init__"}
-    if (
-        subpackage == "_transforms"
-    ):  # There a module has the name of its transformation.
-        modules -= {*vars(gx)}
-    assert all(f"``{module}" in doc for module in modules)
-
-
 def test_no_module_imports_itself_by_way_of_others():
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path

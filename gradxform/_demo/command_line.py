@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import os
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -81,16 +80,6 @@ def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
     return {"type": parse, "metavar": metavar}
 
 
-def _picture(path: str) -> str:
-    """Looks before the training whether a picture can be written."""
-    path = os.path.expanduser(path)  # A shell leaves it in ``--plot=~/x.png``.
-    if not path.lower().endswith(".png"):
-        raise argparse.ArgumentTypeError(f"must end in .png, got {path!r}")
-    if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be written")
-    return path
-
-
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What the command line says; :func:`parse` makes the command line from it.
@@ -120,10 +109,10 @@ class Options:
       logdir: write event files for TensorBoard to DIR, to watch the training with
       address: the address of the Ray cluster to run on, as host:6379, or auto for the
         cluster of this machine (default: a cluster of its own)
-      server_processes: the number of processes of the server, each with a part of the
-        model
+      server_processes: the number of processes of the server; each has a part of the
+        leaves above a megabyte, and the whole of this small model
       connect_timeout: how many seconds the Ray cluster may take to answer
-      plot: draw loss, staleness and gradient norm over the pushes to FILE, a .png
+      plot: draw loss, staleness and gradient norm over the pushes to FILE, as x.png
       list: print all public names: what they do, their state and extra arguments
     """
 
@@ -143,7 +132,7 @@ class Options:
     address: Annotated[str | None, {"metavar": "ADDRESS"}] = None
     server_processes: Annotated[int, _number(int, 1, 64)] = 1
     connect_timeout: Annotated[float, _number(float, 0.001, math.inf)] = 30.0
-    plot: Annotated[str | None, {"type": _picture, "metavar": "FILE"}] = None
+    plot: Annotated[str | None, {"metavar": "FILE"}] = None
     list: Annotated[bool, {"action": "store_true"}] = False
 
     def settings(self) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import ast
 import functools
 import pathlib
 import re
-import shutil
 import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
@@ -81,15 +80,11 @@ def entries(doc: str, title: str) -> dict[str, str]:
 
 
 def text() -> str:
-    """All rows, as wide as the terminal is."""
-    width, lines = shutil.get_terminal_size().columns, []
+    """All rows as plain text."""
+    lines = []
     for row in rows():
-        lines.append(row.name)
-        said = {"state": row.state, "extra arguments": row.extra}
-        told = [
-            f"{title}: {', '.join(names)}" for title, names in said.items() if names
-        ]
-        for each in (row.what, *told):
-            wrapped = textwrap.fill(each, width - 4, subsequent_indent=" " * 4)
-            lines.append(textwrap.indent(wrapped, " " * 4))
+        lines += [row.name, f"    {row.what}"]
+        for title, names in {"state": row.state, "extra arguments": row.extra}.items():
+            if names:
+                lines.append(f"    {title}: {', '.join(names)}")
     return "\n".join(lines) + "\n"

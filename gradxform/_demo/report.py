@@ -129,37 +129,30 @@ def save_plot(options: Options, pushes: Sequence[engines.Push], clip: float) -> 
 
     if not (options.plot and pushes):
         return
-    step = np.arange(1, len(pushes) + 1)
-    loss, norms = [push.loss for push in pushes], [push.norm for push in pushes]
-    kept, staleness = outcomes(pushes)
-    window = 1 + min(49, len(loss) // 10)
-    mean = np.convolve(loss, np.full(window, 1 / window), "valid")
-    limit = options.max_staleness if options.mode == "async" else 0
-
+    applied, staleness = outcomes(pushes)
+    curves = {
+        "loss [nat]": [push.loss for push in pushes],
+        "staleness [steps]": staleness,
+        "gradient norm": [push.norm for push in pushes],
+    }
+    # Color-blind readers can tell blue and orange apart.
+    colors = np.where(applied, "#0072B2", "#D55E00")
     figure = Figure(figsize=(7, 8), dpi=200, layout="constrained")
-    figure.suptitle(title_of(options))
-    above, middle, below = axes = figure.subplots(3, sharex=True)
-    # Color-blind readers can tell them apart. In grey the markers differ.
-    dots = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
-    late = {"marker": "x", "linestyle": "", "color": "#D55E00", "markersize": 4}
-    line = {"linestyle": "--", "color": "#D55E00"}
-    above.semilogy(step, loss, **dots, markersize=3, label="one minibatch")
-    above.semilogy(step[window - 1 :], mean, "k", label=f"mean of {window} pushes")
-    middle.plot(step[kept], staleness[kept], **dots, markersize=3, label="accepted")
-    if not kept.all():
-        middle.plot(step[~kept], staleness[~kept], **late, label="dropped")
-        middle.axhline(limit + 0.5, **line, label=f"limit {limit}")
-    below.semilogy(step, norms, **dots, markersize=3, label="one minibatch")
-    below.axhline(clip, **line, label=f"clip at {clip:g}")
-    above.set_ylabel("loss [nat]")
-    middle.set_ylabel("staleness [steps]")
-    below.set(ylabel="gradient norm", xlabel="push")
-    for ax in axes:
+    figure.suptitle(f"{title_of(options)}\norange: dropped; line: clip at {clip:g}")
+    axes = figure.subplots(3, sharex=True)
+    for ax, (label, numbers) in zip(axes, curves.items(), strict=True):
+        ax.scatter(range(1, len(pushes) + 1), numbers, s=4, c=colors, alpha=0.5)
+        ax.set_ylabel(label)
         ax.grid(alpha=0.25)
-        # The legend lies above the axes, where it hides no point.
-        spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 3}
-        ax.legend(**spot, frameon=False, markerscale=2)
+    above, _, below = axes
+    above.set_yscale("log")
+    below.set_yscale("log")
+    below.axhline(clip, linestyle="--", color="black")
+    below.set_xlabel("push")
     try:
         figure.savefig(options.plot)
-    except OSError as error:  # The disk may have filled up meanwhile.
+    except (
+        OSError,
+        ValueError,
+    ) as error:  # ValueError: matplotlib knows no such format.
         fail(f"argument --plot: {error}")

@@ -90,13 +90,6 @@ class Processes:
         self._layout, self._options = layout, dict(options)
         self._server_options = {"pushes": job.pushes, **server_options(job)}
         count = 1 if layout is None else layout.processes
-        if options.get("scheduling_strategy") == "STRICT_SPREAD" and count > 1:
-            machines = sum(node["Alive"] for node in ray.nodes())
-            if machines < count:
-                raise ValueError(
-                    f"server_processes={count}: with STRICT_SPREAD each has a machine "
-                    f"of its own, but the cluster has only {machines}."
-                )
         tx = ray.put(job.tx)
         if layout is None or is_function(job.params):
             each = [ray.put(job.params)] * count

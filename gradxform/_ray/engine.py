@@ -102,8 +102,7 @@ def ray(
       ray.exceptions.RayActorError: a worker, or the server, has died too often.
       RuntimeError: ``ray.shutdown()`` was called during the run.
       ValueError: too few workers for a step; a checkpoint of another job; a worker with
-        a device; no process for the server; impossible shardings; fewer machines than
-        processes if each needs one of its own.
+        a device; no process for the server; impossible shardings.
       SystemExit: at the end of the context, if ``SIGTERM`` has ended the run.
     """
     ray = require("ray", "ray")

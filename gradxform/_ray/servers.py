@@ -159,8 +159,6 @@ class WorkersServer:
             raise
 
     pull = functools.partialmethod(_ask, "pull")
-    state = functools.partialmethod(_ask, "state")
-    stats = functools.partialmethod(_ask, "stats")
     global_step = functools.partialmethod(_ask, "global_step")
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:

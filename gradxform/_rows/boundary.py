@@ -18,7 +18,7 @@ import optax
 
 from gradxform._rows import indexed_slices, table_rows
 from gradxform._rows.indexed_slices import is_sparse
-from gradxform._rows.opaque import TAG
+from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import take_rows, take_summed, write_summed
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._rows.table_rows import TableRows, ascending, positions
@@ -155,8 +155,8 @@ def raise_if_refused(error: Exception, message: str, params: optax.Params) -> No
 
     The message has a place for the names of the parts of tables in ``params``.
     """
-    # JAX's own errors have the last two in them.
-    hints = indexed_slices.HINT, table_rows.HINT, indexed_slices.SHORT_HINT, TAG
+    # JAX's own errors have the last one in them.
+    hints = indexed_slices.HINT, table_rows.HINT, SHORT_HINT
     if any(hint in str(error) for hint in hints):
         found = maps.leaves_with_path(params)
         names = [checks.path_name(at) for at, p in found if isinstance(p, SparseLeaf)]

@@ -22,7 +22,7 @@ import optax
 
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
-from gradxform._trees import checks, dtypes, jaxprs, maps, norms, versions
+from gradxform._trees import checks, dtypes, host, jaxprs, maps, norms, versions
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 from gradxform._trees.versions import Op
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 # An equation, after those that it is inside of, each by its ``id``.
 Place: TypeAlias = tuple[int, ...]
+Total: TypeAlias = Callable[[jax.Array], jax.Array]
 
 
 class MixedRowsError(TypeError):
@@ -113,24 +114,18 @@ class Notes:
 
     Attributes:
       results: those of equations that reduce layers, or whose results are scalars.
-      parts: what one layer gives to a reduction of layers, and the equation.
+      parts: what one layer gives to a reduction of layers, and the function that makes
+        its result of the parts of all layers, which have a first axis.
     """
 
     results: dict[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    parts: dict[Place, tuple[JaxprEqn, jax.Array]] = dataclasses.field(
+    parts: dict[Place, tuple[Total, jax.Array]] = dataclasses.field(
         default_factory=dict
     )
 
     def totals(self, parts: Mapping[Place, jax.Array]) -> Notes:
-        """The results of the reductions; the parts of all layers have a first axis."""
-
-        def total(eqn: JaxprEqn, x: jax.Array) -> list[jax.Array]:
-            if eqn.primitive.name == Op.DOT:
-                return [jnp.sum(x, 0)]
-            first = eqn.replace(params=eqn.params | {"axes": (0,)})
-            return versions.evaluate(first, [x])
-
-        return Notes({at: total(self.parts[at][0], x) for at, x in parts.items()})
+        """The results of the reductions, from the parts of all layers."""
+        return Notes({at: [self.parts[at][0](x)] for at, x in parts.items()})
 
 
 class Program(NamedTuple):
@@ -336,9 +331,8 @@ class ByRow(NamedTuple):
                 return f(*jax.tree.unflatten(treedef, filled))
 
         def trace(shape_of: Callable[[int], Shape]) -> tuple[ClosedJaxpr, Any]:
-            here = jax.memory.Space.Device  # Rows are brought there.
             types = {
-                i: jax.typeof(x).update(shape=shape_of(i), memory_space=here)
+                i: jax.typeof(x).update(shape=shape_of(i), memory_space=host.DEVICE)
                 for i, x in given.items()
             }
             return jax.make_jaxpr(call, return_shape=True)(types)
@@ -456,10 +450,18 @@ class ByRow(NamedTuple):
             eqn = eqn.replace(params=params | {versions.OF_SHAPE[name]: shape})
         elif name == Op.DOT:
             contracted, _ = params["dimension_numbers"]
-            self.check_alone(eqn, tables, contracted, inputs)
+            add: Total = functools.partial(jnp.sum, axis=0)
+            self.check_alone(eqn, tables, contracted, inputs, add)
             inputs = [_filled(*pair, 0) for pair in zip(tables, inputs, strict=True)]
         elif name in versions.REDUCTIONS:
-            self.check_alone(eqn, tables, [params["axes"]], inputs)
+            first = eqn.replace(params=params | {"axes": (0,)})
+            self.check_alone(
+                eqn,
+                tables,
+                [params["axes"]],
+                inputs,
+                lambda x: versions.evaluate(first, [x])[0],
+            )
             if tables[0] is not None and 0 in params["axes"]:
                 # Without rows it is the number that changes no result: 0 for a sum.
                 (nothing,) = versions.evaluate(eqn, [inputs[0][:0]])
@@ -485,6 +487,7 @@ class ByRow(NamedTuple):
         tables: list[Along | None],
         axes: Sequence[Sequence[int]],
         inputs: list[Any],
+        total: Total,
     ) -> None:
         """Raises if an equation adds up layers; notes what this layer adds."""
         pairs = zip(tables, axes, strict=True)
@@ -495,7 +498,7 @@ class ByRow(NamedTuple):
         if any(gone):
             if self.takes_notes and all(gone):
                 part = versions.evaluate(eqn, inputs)
-                self.notes.parts[(*self.at, id(eqn))] = eqn, part[0]
+                self.notes.parts[(*self.at, id(eqn))] = total, part[0]
             self.mixes(eqn)
 
     def switch(

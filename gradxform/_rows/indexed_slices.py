@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import searchsorted, summed, take_summed, write_summed
 from gradxform._rows.stored_rows import StoredRows
 from gradxform._trees.arithmetic import expand, rounded_sum
@@ -22,10 +23,6 @@ class _NamesHint(type):
         return f"<class 'gradxform.{cls.__name__}': {SHORT_HINT}>"
 
 
-SHORT_HINT = (
-    "a row-sparse gradient: wrap this in gradxform.lazy, or put gradxform.densify() in "
-    "front of it"
-)
 HINT = (
     "a row-sparse gradient (gradxform.IndexedSlices) was given to a function for dense "
     "ones, which would change its row indices along with its values. gradxform's own "

@@ -17,9 +17,9 @@ import numpy as np
 
 from gradxform._rows.rows import A
 
-TAG = (  # The name of the dtype in JAX's errors.
-    "indices of a row-sparse gradient: wrap this in gradxform.lazy, or put "
-    "gradxform.densify() in front"
+SHORT_HINT = (  # Is in JAX's errors, as a part of names.
+    "a row-sparse gradient: wrap this in gradxform.lazy, or put gradxform.densify() in "
+    "front of it"
 )
 
 
@@ -34,7 +34,7 @@ def _opaque() -> object:
         random_bits=_no_generator,
         fold_in=_no_generator,
         name="gradxform.IndexedSlices",
-        tag=TAG,
+        tag=f"indices of {SHORT_HINT}",
     )
 
 

@@ -109,7 +109,7 @@ class Core:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
             checks.in_range("worker", jax.device_get(worker), f"[0, {n})", integer=True)
         if self._weighs and extra.get("weight") is not None:  # Traced there, too.
-            weight = jax.device_get(extra["weight"])
+            weight = np.asarray(jax.device_get(extra["weight"])).tolist()
             extra = extra | {"weight": checks.in_range("weight", weight, "[0, inf)")}
         return self._prepare(self._programs, grads, extra)
 
@@ -252,7 +252,6 @@ class Core:
             self.version.global_step,
             self._tally.copy(),
             self._accumulated,
-            num_workers=self._num_workers,
             ahead=self.ahead,
         )
 

@@ -3,47 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import pathlib
 import re
-import shutil
+import secrets
 import socket
-import threading
 import time
 import zlib
 
-try:
-    import fcntl
-except ImportError:  # Windows: there only runs of the same process exclude each other.
-    fcntl = None  # type: ignore[assignment]
-
 LOCK = "gradxform.lock"
+OWNER = "gradxform.owner"
 SUMS = "checksums.json"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
 
-# What `flock` raises where a file system has no locks.
-NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 # Errors of opening a path that mean that no such file is there.
 NO_FILE = FileNotFoundError, NotADirectoryError, IsADirectoryError
-
-# The open lock files of all folders that runs of this process write to, by device and
-# inode. No other file gets the inode of an open one.
-_taken: dict[tuple[int, int], int] = {}
-_lock = threading.Lock()
-
-
-def _after_fork() -> None:
-    # A child shares the locks of its parent, and would keep them after its end.
-    for file in _taken.values():
-        os.close(file)
-    _taken.clear()
-
-
-if fcntl is not None:
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 def path_of(name: str, given: str | os.PathLike[str]) -> str:
@@ -77,8 +53,13 @@ class Folder:
     """
 
     def __init__(self, directory: str) -> None:
+        from filelock import FileLock
+
         self._path = pathlib.Path(directory)
-        self._identity: tuple[int, int] | None = None  # Of the lock file, once taken.
+        # Any thread may release it.
+        self._lock = FileLock(self._path / LOCK, PATIENCE, thread_local=False)
+        run = f"run {secrets.token_hex(4)} of process {os.getpid()}"
+        self._owner = f"{run} on {socket.gethostname()}"
 
     def take(self) -> None:
         """Locks the folder for this run, until :meth:`release` or this process's end.
@@ -87,66 +68,31 @@ class Folder:
           OSError: another run writes there, or the folder is not writable.
         """
         self._path.mkdir(parents=True, exist_ok=True)
-        file = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
-        identity = _identity(os.fstat(file))
-        with _lock:
-            if identity in _taken:
-                os.close(file)
-                raise self._in_use("another run of this process")
-            _taken[identity] = file
-        self._identity = identity
+        owner = self._path / OWNER
         try:
-            if fcntl is not None:
-                self._lock(file)
+            self._lock.acquire()
+        except TimeoutError:
+            other = owner.read_text() if owner.exists() else "another run"
+            raise OSError(
+                f"checkpoint: {other} saves itself in {self._path}: wait until it "
+                "ends, or give another directory."
+            ) from None
+        try:
+            owner.write_text(self._owner)
         except BaseException:
             self.release()
             raise
 
-    def _lock(self, file: int) -> None:
-        """Waits for the lock, and writes down who has it."""
-        deadline = time.monotonic() + PATIENCE
-        while not _locked(file):
-            if time.monotonic() > deadline:
-                owner = os.pread(file, 1000, 0).decode(errors="replace").strip()
-                raise self._in_use(owner or "another process")
-            time.sleep(0.05)
-        with contextlib.suppress(OSError):  # A full disk: later errors lack the name.
-            os.ftruncate(file, 0)
-            owner = f"process {os.getpid()} on {socket.gethostname()}"
-            os.pwrite(file, owner.encode(), 0)
-
-    def retake(self) -> bool:
-        """Takes the folder again if it was deleted or moved; returns whether it was.
-
-        Raises:
-          OSError: as :meth:`take`. Another run may have begun there meanwhile.
-        """
-        if self.is_there():
-            return False
-        self.release()
-        self.take()
-        return True
-
     def is_there(self) -> bool:
-        """Whether the folder that this run has taken is still at its path."""
+        """Whether the folder at this path is the one that this run has taken."""
         try:
-            there = _identity(os.stat(self._path / LOCK))
+            return (self._path / OWNER).read_text() == self._owner
         except FileNotFoundError:
             return False
-        return there == self._identity and there in _taken
-
-    def _in_use(self, owner: str) -> OSError:
-        return OSError(
-            f"checkpoint: {owner} saves a run in {self._path}: wait until it ends, "
-            "or give another directory."
-        )
 
     def release(self) -> None:
         """Unlocks the folder for other runs."""
-        identity, self._identity = self._identity, None
-        with _lock:
-            if identity is not None and identity in _taken:
-                os.close(_taken.pop(identity))
+        self._lock.release()
 
     def check(self) -> None:
         """Looks for entries that no run has made.
@@ -164,15 +110,6 @@ class Folder:
                     f"checkpoint: {entry} is no checkpoint of a run. Give a directory "
                     "that holds nothing else."
                 )
-
-    def sweep(self) -> None:
-        """Removes what failed checkpoints have left half written.
-
-        Threads of orbax may go on after a failure, and make a removed folder again.
-        """
-        if self.is_there():
-            for half in self._path.glob("*.orbax-checkpoint-tmp*"):
-                shutil.rmtree(half, ignore_errors=True)
 
     def seal(self, number: int) -> None:
         """Writes the checksums of a checkpoint's files."""
@@ -213,24 +150,6 @@ class Folder:
             new = self._path / f"{number}.broken-{time.time_ns()}"
         os.rename(self._path / f"{number}", new)
         return str(new)
-
-
-def _identity(stat: os.stat_result) -> tuple[int, int]:
-    return stat.st_dev, stat.st_ino
-
-
-def _locked(file: int) -> bool:
-    """Locks an open file, unless another process has locked it; returns whether."""
-    try:
-        # Not `lockf`: its lock ends as soon as this process closes the file anywhere,
-        # also after `shutil.copytree` has read it.
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError as error:
-        if error.errno not in NO_LOCKS:
-            raise
-    return True
 
 
 def _sums(where: pathlib.Path) -> dict[str, list[int] | None]:

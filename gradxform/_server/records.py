@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import secrets
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -115,9 +115,8 @@ class ServerStatus(NamedTuple):
     global_step: int
     tally: Tally
     accumulated: int = 0  # Pushes accepted since the last step.
-    found: bool = False  # Whether it goes on from a checkpoint.
-    notes: tuple[str, ...] = ()  # For the user, about that checkpoint.
-    num_workers: int | None = None  # Those that have a row in a `worker_mean`.
+    # For the user, about the checkpoint that it goes on from; None without one.
+    notes: Sequence[str] | None = None
     ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
 
 

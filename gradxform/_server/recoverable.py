@@ -56,8 +56,7 @@ class RecoverableServer(ParameterServer[Any]):
         if self._status is None:
             notes = None if self._store is None else self._resume(self._store)
             status = self._turns.run(self._core.status)
-            found = notes is not None
-            self._status = status._replace(found=found, notes=tuple(notes or ()))
+            self._status = status._replace(notes=notes)
             self._core.after_step = self._save_if_due
         return self._status
 

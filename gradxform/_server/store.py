@@ -49,9 +49,11 @@ class Store:
 
     def __init__(self, checkpoint: Checkpoint, together: bool = False) -> None:
         self._orbax = require("orbax.checkpoint", "checkpoint")
+        require("filelock", "checkpoint")
         self.checkpoint, self._together = checkpoint, together
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
+        self._failed = False  # Whether the last attempt has failed, or is under way.
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._begun = time.monotonic()
@@ -101,18 +103,17 @@ class Store:
             return
         _check_names(state)
         directory = os.fspath(self.checkpoint.directory)
-        if is_remote(directory):
-            with self._manager(clean=True):
-                return  # It has removed what was left half written.
-        folder = Folder(directory)
-        folder.take()
-        try:
-            folder.check()
-            folder.sweep()
-        except BaseException:
-            folder.release()
-            raise
-        self._folder = folder
+        if not is_remote(directory):
+            folder = Folder(directory)
+            folder.take()
+            try:
+                folder.check()
+            except BaseException:
+                folder.release()
+                raise
+            self._folder = folder
+        with self._manager(clean=True):
+            pass  # It has removed what was left half written.
 
     def newest(self) -> int | None:
         """How many pushes the newest holds; None where there is none."""
@@ -169,8 +170,14 @@ class Store:
             "settings": self.checkpoint.settings,
         }
         attempt = next(self._attempts)  # Also if this process now raises an error.
-        self._retake()
-        with self._manager(attempt=attempt) as manager:
+        if not (self._folder is None or self._folder.is_there()):
+            raise OSError(
+                f"{self.checkpoint.directory} was deleted or moved during the run."
+            )
+        # To clean needs threads, and memory for one may be short. All that write
+        # together have to agree.
+        clean, self._failed = self._together or self._failed, True
+        with self._manager(clean=clean, attempt=attempt) as manager:
             saved = manager.save(
                 snapshot.pushes,
                 args=args.Composite(
@@ -184,27 +191,9 @@ class Store:
                 f"{snapshot.pushes} pushes: another run writes there. Give each run a "
                 "directory of its own."
             )
-        self.saved = snapshot.pushes
+        self.saved, self._failed = snapshot.pushes, False
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
-
-    def _retake(self) -> None:
-        """Sweeps the directory; makes it again if it was deleted or moved."""
-        if self._folder is None:
-            return
-        self._folder.sweep()
-        if not self._folder.retake():
-            return
-        try:
-            if self.newest() not in (None, self.saved):
-                raise OSError(
-                    f"{self.checkpoint.directory} was deleted or moved during the run, "
-                    "and another run has saved itself there: give each run a directory "
-                    "of its own."
-                )
-        except BaseException:  # The next checkpoint tries again.
-            self._folder.release()
-            raise
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
@@ -301,10 +290,7 @@ class Store:
         """Finishes the checkpoint that was begun, then lets go of the directory."""
         self._thread.shutdown()
         if self._folder is not None:
-            try:
-                self._folder.sweep()
-            finally:
-                self._folder.release()
+            self._folder.release()
 
 
 def described(state: Mapping[str, Any]) -> dict[str, str]:

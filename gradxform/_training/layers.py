@@ -342,7 +342,7 @@ class _Update:
     ) -> tuple[Numbered, None]:
         """With layer ``i`` after its step."""
         args = self.rows(i, wholes, grads)
-        new = compilers.together(self.there(args, _LATER, has_layers=True))
+        new = compilers.written(self.there(args, _LATER, has_layers=True))
         wholes = {
             n: host.with_layer(x, new[n], i, self.along[n].axis)
             for n, x in wholes.items()

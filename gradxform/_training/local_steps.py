@@ -13,7 +13,7 @@ from gradxform._late.conditional import typed_cond
 from gradxform._rows import boundary
 from gradxform._training.apply import Step, learning_leaves, training_step
 from gradxform._training.donation import Donating
-from gradxform._trees import checks, dtypes, maps, versions
+from gradxform._trees import checks, dtypes, host, maps, versions
 from gradxform._trees.types import Prefix
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
@@ -76,7 +76,7 @@ def local_steps(
 
     Raises:
       ValueError: there are no batches; a leaf of them has no entry, or not as many as
-        the others; no parameter is trainable.
+        the others; no parameter is trainable; a state that is donated lies on the host.
       TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is not an
         integer; ``tx`` is not a transformation.
 
@@ -117,6 +117,12 @@ def local_steps(
         hint = "Pull the whole table, or push the gradients of its rows at each step."
         boundary.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
+        if donate and any(map(host.is_there, jax.tree.leaves(state))):
+            # JAX would give their memory to the pseudo-gradients.
+            raise ValueError(
+                "local_steps cannot donate a state in the host's memory: pass "
+                "donate=False, or a state that was not given to on_host."
+            )
         numbers: Any = None  # Steps have numbers, int32[H], only for `num_steps`.
         if num_steps is not None:
             checks.scalar("num_steps", num_steps, integer=True)

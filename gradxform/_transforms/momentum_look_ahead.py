@@ -278,11 +278,6 @@ def worker_start(
     {'w': Array([-2.,  0.], dtype=float32)}
     """
     b1 = checks.in_range("b1", b1, "[0, 1)")
-    if callable(learning_rate):
-        raise TypeError(
-            "learning_rate must be a number here, got a schedule: pass what it gives "
-            "for this step, schedule(gradxform.global_step(state))."
-        )
     learning_rate = checked_rate(learning_rate)
     checks.scalar("learning_rate", learning_rate)
 

@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import logging
-import math
 import signal
 import threading
 import time
@@ -112,12 +111,11 @@ class WorkerPool:
         self._free: list[int] = []  # About these workers `pace` was asked last.
         self._begun = False
         self._pushes = self._until_stopped()
-        self._is_over = False  # The context of the run has ended.
 
     @property
     def pushes(self) -> Iterator[Push]:
-        if self._is_over:
-            raise RuntimeError(OVER)
+        if isinstance(self._last_word, RuntimeError):  # Its context has ended.
+            raise self._last_word
         if inspect.getgeneratorstate(self._pushes) == inspect.GEN_RUNNING:
             raise RuntimeError(
                 "pushes: another thread or a signal handler waits for the next push. "
@@ -143,30 +141,18 @@ class WorkerPool:
         self.server = server
         status = server.begin()
         self._go_on(status)
-        self._num_workers = status.num_workers
-        for index, worker in self._members.items():
-            self._check_row(index, worker)
         self._ledger = Ledger(status)
         start = self._job, self._ledger, self._members, status.ahead
         self._scheduler = Scheduler(*start)
-        self.resumed = status.global_step if status.found else None
+        self.resumed = None if status.notes is None else status.global_step
         self._began_at = time.monotonic()
         self._begun = True
 
     def _go_on(self, status: ServerStatus) -> None:
         """Takes note of where an incarnation of the server begins."""
         self._noted = status.ahead
-        for note in status.notes:  # About its checkpoint.
+        for note in status.notes or ():  # About its checkpoint.
             logger.warning("%s", note)
-
-    def _check_row(self, index: int, worker: Worker) -> None:
-        """Raises ``ValueError`` if no push of this worker could act."""
-        if worker.extra is None and index >= (self._num_workers or math.inf):
-            raise ValueError(
-                f"workers: worker {index} has no row in the worker_mean of tx. Let "
-                f"num_workers be more than {index}, it is {self._num_workers}; or "
-                "give the worker's row by extra."
-            )
 
     def _clock(self) -> float:
         """Seconds since the run began."""
@@ -223,8 +209,8 @@ class WorkerPool:
             index, number = each
             try:
                 self._busy[index] = self._start(index, members[index], number)
-            except StreamEndedError as end:
-                self._take(index, end)
+            except Exception as outcome:  # Its stream has ended, or it is raised again.
+                self._take(index, outcome)
                 return False
         return True
 
@@ -315,7 +301,6 @@ class WorkerPool:
 
     def close(self) -> None:
         """Marks the run as over, at the end of its context."""
-        self._is_over = True
         self.end(RuntimeError(OVER))
 
     def check(self) -> None:
@@ -339,9 +324,7 @@ class WorkerPool:
 
     def add(self, worker: Worker) -> int:
         index = next(self._indices)
-        worker = self._joining(index, worker)
-        self._check_row(index, worker)
-        self._members[index] = worker
+        self._members[index] = self._joining(index, worker)
         self._wake()
         return index
 

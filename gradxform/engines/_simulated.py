@@ -12,7 +12,7 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._pool import Stopped, WorkerPool, server_here
-from gradxform.engines._work import GivenUpError, Gradient, StreamEndedError
+from gradxform.engines._work import GivenUpError, Gradient
 
 
 @contextlib.contextmanager
@@ -77,14 +77,8 @@ class _Simulated(WorkerPool):
         return 0  # By a virtual clock a wasted gradient costs no time.
 
     def _start(self, index: int, worker: Worker, number: int) -> Gradient:
-        try:
-            gradient = Gradient(index, number, worker, self.server, self._limit)
-            seconds = gradient.duration(1.0)
-        except StreamEndedError:
-            raise
-        except Exception as error:
-            self._raise(index, number, error)
-        self._arrivals[index] = self._now + seconds
+        gradient = Gradient(index, number, worker, self.server, self._limit)
+        self._arrivals[index] = self._now + gradient.duration(1.0)
         return gradient
 
     def _clock(self) -> float:

@@ -8,7 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, SupportsFloat, TypeAlias
+from typing import Any, SupportsFloat, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -20,18 +20,12 @@ from gradxform._server.records import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
 from gradxform._trees import checks, maps
 from gradxform._trees.types import T
-from gradxform.engines._job import LossAndGrads, Push, Server, Worker
+from gradxform.engines._job import LossAndGrads, Push, Worker
 
 _norm = jax.jit(global_norm)
 MaxStaleness: TypeAlias = jax.typing.ArrayLike | optax.Schedule | None
 # How late a gradient under way may be at a step; None if no gradient is cancelled.
 Limit: TypeAlias = Callable[[int], float] | None
-
-
-class Asked(Server, Protocol):
-    """A server as a worker asks it."""
-
-    def global_step(self) -> int: ...
 
 
 class UnansweredError(Exception):
@@ -76,8 +70,9 @@ def limit_of(max_staleness: MaxStaleness) -> Limit:
 class Gradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
+    # The server has `pull`, `push` and `global_step`.
     def __init__(
-        self, index: int, number: int, worker: Worker, server: Asked, limit: Limit
+        self, index: int, number: int, worker: Worker, server: Any, limit: Limit
     ) -> None:
         self._push_id = index, number
         self._began = time.monotonic()
@@ -86,13 +81,6 @@ class Gradient:
             self._batch = worker.batch(number)
         except StopIteration as end:
             raise StreamEndedError from end
-        except ValueError as error:
-            if str(error) == "generator already executing":
-                error.add_note(
-                    "Two workers draw from one stream at once: give each a stream of "
-                    "its own, or let batch draw under a lock."
-                )
-            raise
         if not isinstance(self._batch, tuple | list):  # `*` would unpack an array.
             raise TypeError(
                 "batch: it must give a tuple, the arguments of gradient after the "
@@ -209,13 +197,11 @@ def _pair(given: object) -> LossAndGrads:
             "out."
         )
     loss, grads = given
-    if isinstance(loss, tuple):
-        raise TypeError(f"{must}got a tuple as the loss: leave has_aux out.")
     has_float = isinstance(loss, SupportsFloat)  # As arrays of any shape and dtype.
     if not has_float or np.iscomplexobj(loss) or np.ndim(loss):
         raise TypeError(
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
-            "mean. A function from jax.grad leaves the loss out."
+            "mean, and leave has_aux out. A function from jax.grad leaves the loss out."
         )
     checks.usable("grads", grads)
     return loss, grads

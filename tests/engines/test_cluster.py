@@ -19,7 +19,7 @@ from gradxform import engines
 from gradxform._ray import wire
 from gradxform._ray.servers import ServerDiedError, WorkersServer
 
-pytestmark = pytest.mark.usefixtures("bounded", "without_arrays")
+pytestmark = pytest.mark.usefixtures("without_arrays")
 
 
 @pytest.fixture
@@ -106,13 +106,10 @@ def make_job(count=1):
 @pytest.mark.parametrize(
     ("unpicklable", "calls"),
     [
-        ("server", ["init", "server", "shutdown"]),
+        ("server", "init, server, shutdown"),
         (
             "the second worker",
-            [
-                *("init", "server", "worker", "worker"),
-                *("kill worker", "kill server", "shutdown"),
-            ],
+            "init, server, worker, worker, kill worker, kill server, shutdown",
         ),
     ],
 )
@@ -126,7 +123,7 @@ def test_a_job_that_cannot_be_pickled_leaves_no_process(
         engines.ray(make_job(2)) as run,
     ):
         next(run.pushes)
-    assert notes.calls == calls
+    assert ", ".join(notes.calls) == calls
 
 
 def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
@@ -195,16 +192,6 @@ def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
     (said,) = caplog.messages
     assert said.startswith("the server waits for machines with room: 2 times {")
     assert notes.calls[-3:] == ["kill process", "remove", "shutdown"]
-
-
-def test_without_ray_the_cure_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    hint = r"ray.*: .*pip install 'gradxform\[ray\]'$"
-    with (
-        pytest.raises(ImportError, match=hint),
-        engines.ray(make_job()),
-    ):
-        pass
 
 
 # Where there is no cluster.

@@ -18,10 +18,6 @@ import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _work
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
 
 def gradient(params):
     return params, jnp.ones_like(params)
@@ -67,11 +63,17 @@ def by_step(pushes):
 # What holds for every engine.
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["async", "sync", "backup"])
 def test_every_push_is_accepted_or_dropped(engine, mode):
-    pushes, params, state = run(engine, make_job(mode, [1e-3, 1e-3, 3e-3]))
+    pushes, params, state = run(engine, make_job(mode, [1e-3, 1e-3, 10e-3]))
     accepted = sum(push.result.applied for push in pushes)
+    if mode == "async":
+        assert all(p.result.applied == (p.result.staleness <= 2) for p in pushes)
+        assert 0 < accepted < 40
+    if mode == "sync":  # Everyone pushes once for each step; the last is not reached.
+        everyone = {step: [0, 1, 2] for step in range(13)}
+        found = {step: sorted(workers) for step, workers in by_step(pushes).items()}
+        assert {step: found[step] for step in everyone} == everyone
     assert len(pushes) == 40
     assert 40 - accepted == state.stale_count
     assert accepted // {"async": 1, "sync": 3, "backup": 2}[mode] == state.global_step
@@ -81,7 +83,6 @@ def test_every_push_is_accepted_or_dropped(engine, mode):
     assert {push.norm for push in pushes} == {1.0}
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_function_may_give_the_parameters(engine):
     called = []
 
@@ -89,44 +90,19 @@ def test_a_function_may_give_the_parameters(engine):
         called.append(threading.current_thread())
         return jnp.float32(3.0)
 
-    job = make_job("async", [1e-3])
+    job = make_job("async", [1e-3], max_staleness=0)
     pushes, last, _ = run(engine, job._replace(params=params))
     assert pushes[0].loss == 3.0
-    assert last == 3.0 - 40
+    assert last == 3.0 - 40  # A worker that is alone is never late.
     assert len(called) == 1
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_parameters_that_can_be_called_are_no_function(engine):
     job = make_job("async", [1e-3], gradient=lambda m: (m.w, Module(jnp.float32(1.0))))
     _, last, _ = run(engine, job._replace(params=Module(jnp.float32(3.0))))
     assert last.w == 3.0 - 40
 
 
-@pytest.mark.parametrize("engine", LOCAL)
-def test_async_drops_exactly_above_max_staleness(engine):
-    job = make_job("async", [1e-3, 1e-3, 1e-3, 10e-3], 100)
-    pushes, *_ = run(engine, job)
-    assert all(p.result.applied == (p.result.staleness <= 2) for p in pushes)
-    assert {p.result.applied for p in pushes} == {True, False}
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_one_worker_is_never_late(engine):
-    pushes, *_ = run(engine, make_job("async", [1e-3], max_staleness=0))
-    assert [p.result[:3] for p in pushes] == [(True, 0, step) for step in range(1, 41)]
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_sync_steps_once_for_every_worker(engine):
-    pushes, _, state = run(engine, make_job("sync", [1e-3, 1e-3, 3e-3], 42))
-    assert all(push.result[:2] == (True, 0) for push in pushes)
-    assert state.global_step == 14
-    everyone = {step: [0, 1, 2] for step in range(14)}
-    assert {step: sorted(ws) for step, ws in by_step(pushes).items()} == everyone
-
-
-@pytest.mark.parametrize("engine", LOCAL)
 def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
     steps = {}
     for mode in ("sync", "backup"):
@@ -136,11 +112,7 @@ def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
         steps[mode] = int(state.global_step) / share
     assert steps["sync"] == 1
     assert steps["backup"] > 2  # It is 10 on a quiet machine.
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_backup_drops_late_pushes_of_the_slow_worker(engine):
-    pushes, *_ = run(engine, make_job("backup", [4e-3, 4e-3, 4e-3, 40e-3], 80))
+    # With a backup worker, what the slow one pushes late is dropped.
     dropped = [push.worker for push in pushes if not push.result.applied]
     accepted = [push.worker for push in pushes if push.result.applied]
     assert dropped.count(3) > len(dropped) / 2
@@ -150,14 +122,12 @@ def test_backup_drops_late_pushes_of_the_slow_worker(engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["sync", "backup"])
 def test_a_step_that_is_never_completed_does_not_hang(engine, mode):
     for pushes in range(1, 18):
         assert len(run(engine, make_job(mode, [0.0] * 4, pushes))[0]) == pushes
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_an_error_of_a_worker_ends_the_run(engine, mode):
     seen = []
@@ -174,13 +144,6 @@ def test_an_error_of_a_worker_ends_the_run(engine, mode):
     assert seen
     with pytest.raises(RuntimeError, match="closed"):
         running.server.pull()
-
-
-@pytest.mark.parametrize("engine", LOCAL)
-def test_a_refused_push_ends_the_run(engine):
-    job = make_job("async", [1e-3] * 2, gradient=lambda params: (params, jnp.ones(3)))
-    with pytest.raises(TypeError, match=r"grads has float32\[3\]"):
-        run(engine, job)
 
 
 # Threads.

@@ -17,7 +17,6 @@ from tests.engines.test_ray import assert_counted
 ray = pytest.importorskip("ray")
 # Not the cluster of the other tests: here it has several nodes.
 pytestmark = [mark for mark in ON_RAY if mark.name != "usefixtures"]
-pytestmark.append(pytest.mark.usefixtures("bounded"))
 
 
 @contextlib.contextmanager

@@ -3,35 +3,20 @@
 import threading
 import time
 
-import jax.numpy as jnp
-import numpy as np
-import optax
 import pytest
 
-import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _pacing, _simulated
 from gradxform.engines._work import ServerDiedError
-
-pytestmark = pytest.mark.usefixtures("bounded")
-
-LOCAL = [engines.simulated, engines.threads]
-
-
-def gradient(params, *batch):
-    return np.float32(0), np.ones((), np.float32)
+from tests.engines import test_pacing
+from tests.engines.test_pacing import gradient
 
 
 def make_job(durations, pushes, batch=1, **more):
     """One worker for each duration; a step takes ``batch`` pushes."""
-    tx = optax.sgd(1.0) if batch == 1 else gx.accumulate(optax.sgd(1.0), batch)
-    workers = [
-        engines.Worker(
-            gradient, duration=each if callable(each) else lambda n, s=each: s
-        )
-        for each in durations
-    ]
-    return engines.Job(jnp.zeros(()), tx, workers, pushes, **more)
+    workers = len(durations)
+    seconds = lambda worker, number: durations[worker]  # noqa: E731
+    return test_pacing.make_job(workers, seconds, pushes, batch, **more)
 
 
 def dies_after_its_push(monkeypatch, when):
@@ -158,7 +143,6 @@ def says_nothing(progress):
     pass
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("rule", [yields, waits, says_nothing])
 @pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
 def test_a_rule_that_gives_no_bool_is_refused(rule, engine):
@@ -170,7 +154,6 @@ def test_a_rule_that_gives_no_bool_is_refused(rule, engine):
         list(run.pushes)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_raises_stop_iteration_is_named(engine):
     job = make_job([0.0], 9, pace=lambda progress: next(iter(())))
     with (

@@ -22,8 +22,6 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 
 
@@ -233,11 +231,6 @@ def view(simulation, worker):
     )
 
 
-def asks(rule):
-    """A rule of the package, in the simulation."""
-    return lambda simulation, worker: rule(view(simulation, worker))
-
-
 def plain(progress):
     """A progress that can be compared: the order of the local steps does not matter."""
     return (
@@ -308,18 +301,10 @@ def answered(push):
 def assert_closed(run):
     """Every gradient that was begun is somewhere, once; shares add up."""
     counts = run.counts()
-    assert counts.started == (
-        counts.under_way
-        + counts.accepted
-        + counts.dropped
-        + counts.lost
-        + counts.given_up
-        + counts.unanswered
-    ), counts
+    ended = counts.pushed + counts.given_up + counts.unanswered
+    assert counts.started == counts.under_way + ended, counts
     assert counts.accepted + counts.dropped + counts.lost == counts.pushed
-    assert min(counts[:7]) >= 0
-    assert counts.under_way >= 0
-    assert counts.unanswered >= 0
+    assert min(*counts[:7], counts.under_way, counts.unanswered) >= 0
     for name in ("accepted", "dropped", "given_up"):
         shares = [getattr(each, name) for each in counts.by_worker.values()]
         assert sum(shares) == getattr(counts, name), (name, counts)
@@ -347,7 +332,7 @@ def played_on(job, folder, engine=engines.simulated):
 
 
 def compared(workers, seconds, batch, theirs, ours, pushes):
-    """Runs both; compares each push, and each question to the rule."""
+    """The pushes of both, if each push and each question to the rule is the same."""
     asked, expected = [], []
 
     def recorded(progress):
@@ -366,6 +351,7 @@ def compared(workers, seconds, batch, theirs, ours, pushes):
     assert [answered(push) for push in got] == done
     assert asked == (expected if ours else [])
     assert counts.started == simulation.begun
+    return done
 
 
 RULES = len(list(rules(1)))
@@ -386,16 +372,19 @@ def test_simulated_runs_as_the_event_simulation_at_random(seed):
     rng = random.Random(seed)
     workers, batch = rng.randint(1, 12), rng.randint(1, 5)
     bound = rng.randint(0, 15)
+    of_bound = bounded_staleness(bound), engines.bounded_staleness(bound, batch)
     theirs, ours = rng.choice(
         [
             *rules(batch),
             (stale_synchronous(bound), engines.stale_synchronous(bound)),
-            (bounded_staleness(bound), engines.bounded_staleness(bound, batch)),
             (admission(bound, 5), engines.admission(bound, 5, batch)),
+            *[of_bound] * 5,
         ]
     )
     choices = [one_slow(workers), long_tasks(seed), drawn(seed, workers)]
-    compared(workers, rng.choice(choices), batch, theirs, ours, 120)
+    pushes = compared(workers, rng.choice(choices), batch, theirs, ours, 120)
+    if (theirs, ours) == of_bound:
+        assert max(push.staleness for push in pushes) <= bound
 
 
 def test_workers_that_join_and_leave_are_asked_as_in_the_event_simulation():
@@ -426,57 +415,6 @@ def check_coming_and_going(seed, pushes):
                     index = rng.choice(there)
                     simulation.leave(index)
                     run.remove(index)
-
-
-def test_a_worker_whose_stream_has_ended_has_no_clock():
-    """Otherwise all others would wait for it, for good."""
-    stream = iter([()] * 3)
-    ends = engines.Worker(gradient, lambda _: next(stream), lambda _: 1.0)
-    job = make_job(2, one_slow(9), 40, 1, engines.stale_synchronous(0))
-    pushes, _ = played(job._replace(workers=[*job.workers, ends]))
-    assert len(pushes) == 40
-    assert [push.number for push in pushes if push.worker == 2] == [0, 1, 2]
-
-
-# The bound is never broken, nothing stalls, and long tasks keep their share.
-
-
-def check_bound(seed, pushes=150):
-    """The package's rule in the plain simulation."""
-    rng = random.Random(seed)
-    workers, bound = rng.randint(1, 12), rng.randint(0, 15)
-    batch = rng.randint(1, 5)
-    rule = engines.bounded_staleness(bound, batch)
-    seconds = rng.choice(
-        [one_slow(workers), long_tasks(seed), drawn(seed, workers)],
-    )
-    simulation = Simulation(workers, seconds, asks(rule), batch)
-    done = list(simulation.run(pushes))  # Stalled otherwise.
-    assert len(done) == pushes
-    latest = max(push.staleness for push in done)
-    assert latest <= bound
-    return latest == bound
-
-
-def test_no_push_is_later_than_the_bound_and_nothing_stalls():
-    reached = [check_bound(seed) for seed in range(60)]
-    assert any(reached)  # A rule that never reached its bound would wait too much.
-
-
-def test_a_slow_worker_keeps_its_share_and_nothing_is_dropped():
-    """A threshold drops each push of the slow one; the rule lets the others wait."""
-    job = make_job(8, one_slow(8), 200)
-    late = job._replace(tx=gx.drop_stale(optax.sgd(1.0), 20))
-    _, counts = played(late)
-    assert counts.by_worker[7].accepted == 0
-    assert counts.by_worker[7].dropped == counts.dropped > 0
-    job = late._replace(pace=engines.bounded_staleness(20))
-    pushes, counts = played(job)
-    assert counts.dropped == counts.given_up == 0
-    assert max(push.result.staleness for push in pushes) <= 20
-    shares = {w: each.accepted / 200 for w, each in counts.by_worker.items()}
-    # Of 8 workers, one 5.34 times as slow: 1 / (7 x 5.34 + 1) = 0.026 without waits.
-    assert shares[7] > 0.025
 
 
 # The originals.
@@ -671,14 +609,10 @@ def test_threads_keep_the_bound_while_workers_join_and_leave(seed):
     ("make", "error", "name"),
     [
         (lambda: engines.stale_synchronous(-1), ValueError, "slack"),
-        (lambda: engines.stale_synchronous("1"), TypeError, "slack"),
         (lambda: engines.bounded_staleness(-1), ValueError, "max_staleness"),
-        (lambda: engines.bounded_staleness("2"), TypeError, "max_staleness"),
         (lambda: engines.bounded_staleness(1, 0), ValueError, "num_required"),
-        (lambda: engines.bounded_staleness(1, 1.5), TypeError, "num_required"),
         (lambda: engines.admission(-1, 1), ValueError, "max_staleness"),
         (lambda: engines.admission(0, 0), ValueError, "max_concurrent"),
-        (lambda: engines.admission(0, "1"), TypeError, "max_concurrent"),
         (lambda: engines.admission(0, 1, 0), ValueError, "num_required"),
     ],
 )
@@ -687,30 +621,11 @@ def test_bad_arguments_of_rules_are_errors(make, error, name):
         make()
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(
-    ("given", "error", "name"),
-    [
-        ({"pace": 3}, TypeError, "pace"),
-        ({"pace": "bounded_staleness"}, TypeError, "pace"),
-    ],
-)
-@pytest.mark.parametrize("engine", [engines.simulated, engines.threads])
-def test_bad_arguments_of_a_job_are_errors(given, error, name, engine):
-    job = make_job(2, lambda w, n: 0.0, 4)._replace(**given)
-    with pytest.raises(error, match=f"^{name}"), engine(job):
-        pass
-
-
 def last_saved(folder):
     """How many pushes the newest checkpoint holds."""
     return max(int(p.name) for p in folder.iterdir() if p.name.isdigit())
 
 
-LOCAL = [engines.simulated, engines.threads]
-
-
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
     job = make_job(2, lambda w, n: 0.0, 60, 1, lambda progress: False)
     with pytest.raises(ValueError, match=r"^pace"), engine(job) as run:
@@ -726,7 +641,6 @@ def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
     assert_closed(run)
 
 
-@pytest.mark.parametrize("engine", LOCAL)
 def test_a_rule_that_raises_ends_the_run_with_its_error(engine, tmp_path):
     def rule(progress):
         if progress.started >= 5:

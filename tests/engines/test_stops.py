@@ -11,24 +11,19 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 
-pytestmark = pytest.mark.usefixtures("bounded")
-
 
 def gradient(w, number):
     return jnp.float32(0), jnp.full_like(w, number)
 
 
-def worker(duration, seen=None, index=0):
-    def batch(number):
-        if seen is not None:
-            seen.append((index, number))
-        return (jnp.float32(number),)
-
-    return engines.Worker(gradient, batch, lambda number: duration)
+def worker(duration):
+    return engines.Worker(
+        gradient, lambda number: (jnp.float32(number),), lambda number: duration
+    )
 
 
 def job(durations, pushes, max_staleness, tx=None, **more):
-    workers = [worker(duration, index=i) for i, duration in enumerate(durations)]
+    workers = [worker(duration) for duration in durations]
     tx = gx.drop_stale(optax.sgd(1.0), np.inf) if tx is None else tx
     return engines.Job(
         jnp.zeros(2), tx, workers, pushes, max_staleness=max_staleness, **more
@@ -95,16 +90,12 @@ def test_a_minibatch_is_drawn_once():
     assert [p.number for p in pushes if p.worker == 1] == [0, 1]
 
 
-def test_a_worker_whose_gradients_never_come():
+def test_gradients_that_never_come():
     pushes, counts = played(job([1.0, np.inf], 5, max_staleness=0))
     assert [p.worker for p in pushes] == [0] * 5
     assert counts.given_up == 4
-
-
-def test_a_run_without_gradients_in_time_ends():
     pushes, counts = played(job([np.inf, np.inf], 5, max_staleness=0))
-    assert pushes == []
-    assert counts.pushed == 0
+    assert (pushes, counts.pushed) == ([], 0)
 
 
 def test_pushes_that_make_no_step_stop_nobody():
@@ -214,21 +205,6 @@ def test_a_number_that_is_given_up_is_not_left_out():
     for index in {p.worker for p in pushes}:
         numbers = [p.number for p in pushes if p.worker == index]
         assert numbers == list(range(len(numbers)))
-
-
-def test_each_push_names_its_worker():
-    tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
-    pushes, _ = played(job([1.0, 2.0], 6, None, tx))
-    assert [p.worker for p in pushes] == [0, 0, 1, 0, 0, 1]
-    assert [p.result.global_step for p in pushes] == [0, 0, 1, 1, 1, 2]
-
-
-def test_a_worker_may_name_another_worker():
-    tx = gx.worker_mean(optax.sgd(1.0), 1, method="all")
-    made = job([1.0, 2.0], 4, None, tx)
-    workers = [w._replace(extra=lambda *_: {"worker": 0}) for w in made.workers]
-    pushes, _ = played(made._replace(workers=workers))
-    assert pushes[-1].result.global_step > 1
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import copy
 import functools
 import pickle
-import re
 from typing import NamedTuple
 
 import chex
@@ -65,95 +64,54 @@ def test_equals_a_plain_loop(max_staleness, pushes):
         assert (state.global_step, state.stale_count) == (global_step, stale)
 
 
-_steps = {}
-
-
+@functools.cache
 def _jitted_step(max_staleness):
     """One compilation for all examples with this threshold."""
-    if max_staleness not in _steps:
-        limit = SCHEDULES.get(max_staleness, max_staleness)
-        tx = gx.drop_stale(optax.sgd(0.5), limit)
-        _steps[max_staleness] = jax.jit(
-            lambda g, s, p, local_step: gx.apply_gradients(
-                tx, g, s, p, local_step=local_step
-            )
-        )
-    return _steps[max_staleness]
+    tx = gx.drop_stale(optax.sgd(0.5), SCHEDULES.get(max_staleness, max_staleness))
+    return jax.jit(functools.partial(gx.apply_gradients, tx))
 
 
-OPTIMIZERS = {
-    "adamw": optax.adamw(0.1),
-    "momentum": optax.sgd(0.1, momentum=0.9),
-    "rmsprop": optax.rmsprop(0.1),
-    "adagrad": optax.adagrad(0.1),
-    "novograd": gx.novograd(0.1, global_clipnorm=1.0),
-}
 GATES = {
     "drop_stale": lambda tx: gx.drop_stale(tx, 1),
     "accumulator": lambda tx: gx.conditional_accumulator(tx, 1),
 }
 
 
-@functools.cache
-def first_pushes(gate, param, grad):
-    """For each optimizer a push, its update by inner alone, and its whole step."""
-    params = jnp.array([1.0, -2.0], param)
-    grads = jnp.array([0.3, 0.7], grad)
-    txs = {name: GATES[gate](inner) for name, inner in OPTIMIZERS.items()}
-    states = {name: tx.init(params) for name, tx in txs.items()}
-
-    @jax.jit
-    def push(states, local_step):
-        pushed = {}
-        for name, state in states.items():
-            tx, inner = txs[name], OPTIMIZERS[name]
-            fresh = tx.update(grads, state, params, local_step=local_step)
-            expected, _ = inner.update(grads, inner.init(params), params)
-            applied, _ = gx.apply_gradients(
-                tx, grads, state, params, local_step=local_step
-            )
-            pushed[name] = fresh, expected, applied
-        return pushed
-
-    return params, states, push(states, 0)
-
-
-# optax multiplies mixed dtypes.
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.usefixtures("standard_promotion")  # optax multiplies mixed dtypes.
 @pytest.mark.parametrize(
     ("param", "grad"),
     [("bfloat16", "float32"), ("float32", "bfloat16"), ("bfloat16", "float16")],
 )
 @pytest.mark.parametrize("gate", GATES)
-def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(
-    gate, optimizer, param, grad
-):
-    params, states, pushed = first_pushes(gate, param, grad)
-    (updates, after), expected, applied = pushed[optimizer]
-    assert jax.typeof(updates) == jax.typeof(expected)
-    # The compiler keeps more precision inside a fusion than half-precision arrays hold.
+def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(gate, param, grad):
+    """Alone, the moments of inner would take another dtype."""
+    inner = optax.adamw(0.1)
+    tx = GATES[gate](inner)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
+    params, grads = jnp.array([1.0, -2.0], param), jnp.array([0.3, 0.7], grad)
+    state = tx.init(params)
+    updates, after = jax.jit(tx.update)(grads, state, params, local_step=0)
+    expected, _ = inner.update(grads, inner.init(params), params)
+    assert jax.typeof(updates) == jax.typeof(expected)
     close(updates, expected)
-    close(applied, gx.apply_updates(params, expected))
-    # The types are still those that init gave.
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(
-        jax.typeof, states[optimizer]
-    )
+    new, whole = gx.apply_gradients(tx, grads, state, params, local_step=0)
+    close(new, gx.apply_updates(params, expected))
+    for found in (after, whole):
+        assert jax.tree.map(jax.typeof, found) == jax.tree.map(jax.typeof, state)
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_an_update_that_is_wider_than_the_gradient_is_not_rounded(gate):
+@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+def test_an_update_that_is_wider_than_the_gradient_is_not_rounded(gate, param):
     third = optax.stateless(
         lambda u, _: jax.tree.map(lambda g: g.astype(jnp.float32) / 3, u)
     )
     tx = GATES[gate](third)
-    params, grads = jnp.zeros(2), jnp.ones(2, jnp.float16)
+    params, grads = jnp.zeros(2, param), jnp.ones(2, jnp.float16)
     updates, _ = tx.update(grads, tx.init(params), params, local_step=0)
     np.testing.assert_array_equal(updates, np.full(2, np.float32(1) / np.float32(3)))
     params, _ = gx.apply_gradients(tx, grads, tx.init(params), params, local_step=0)
-    np.testing.assert_array_equal(params, updates)
+    np.testing.assert_array_equal(params, updates.astype(param))
 
 
 @pytest.mark.parametrize(
@@ -316,10 +274,8 @@ def test_a_parameter_called_global_step_is_no_counter():
     ("schedule", "error", "message"),
     [
         (lambda step: "3", TypeError, "must be a real scalar, got '3'"),
-        (lambda step: jnp.ones(2), TypeError, r"must be a real scalar, got Array\("),
         (lambda step: -1, ValueError, r"must be in \[0, inf\], got -1"),
         (lambda step: np.nan, ValueError, r"must be in \[0, inf\], got nan"),
-        (lambda step: -(2**100), ValueError, r"must be in \[0, inf\], got -1267650600"),
         (lambda step: 1 + 0j, TypeError, r"must be a real scalar, got \(1\+0j\)"),
     ],
 )
@@ -384,11 +340,3 @@ def test_a_threshold_of_any_size_and_width(limit, scheduled):
         late = state._replace(global_step=jnp.int32(8))
         _, after = tx.update(GRADS, late, PARAMS, local_step=0)
         assert after.stale_count == 1
-
-
-@pytest.mark.parametrize("given", [1 + 0j, np.complex64(1), 1.0, True])
-def test_an_error_shows_the_threshold_that_was_given(given):
-    with pytest.raises(
-        TypeError, match=r"^max_staleness must be .* got " + re.escape(repr(given))
-    ):
-        gx.drop_stale(optax.sgd(1.0), given)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import gradxform as gx
 from gradxform import engines
+from tests.late.test_one_reduction import stepped
 
 SIZES = 1, 3, 12  # Tokens of each micro-batch.
 RNG = np.random.default_rng(0)
@@ -64,43 +64,10 @@ def loop(tx, grads, weights):
     return params
 
 
-def compiled(tx, grads, weights):
-    return jax.jit(functools.partial(loop, tx))(grads, jnp.asarray(weights))
-
-
-def scanned(tx, grads, weights):
-    def push(carry, pushed):
-        params, state = carry
-        g, w = pushed
-        updates, state = tx.update(g, state, params, weight=w)
-        return (gx.apply_updates(params, updates), state), None
-
-    start, stacked = (
-        (PARAMS, tx.init(PARAMS)),
-        jax.tree.map(lambda *g: jnp.stack(g), *grads),
-    )
-    (params, _), _ = jax.lax.scan(push, start, (stacked, jnp.asarray(weights)))
-    return params
-
-
 def mapped(tx, grads, weights):
     """Under vmap, beside a run with other weights."""
     both = jnp.stack([jnp.ones(len(weights), int), jnp.asarray(weights)])
     return jax.tree.map(lambda x: x[1], jax.vmap(lambda w: loop(tx, grads, w))(both))
-
-
-def chained(tx, grads, weights):
-    return loop(optax.chain(optax.identity(), tx), grads, weights)
-
-
-def masked(tx, grads, weights):
-    around = optax.masked(tx, {"w": True, "none": True, "b": True})
-    return loop(around, grads, weights)
-
-
-def injected(tx, grads, weights):
-    inject = optax.inject_hyperparams(gx.accumulate, static_args=("inner",))
-    return loop(inject(optax.sgd(1.0), 3), grads, weights)
 
 
 def minimized(tx, grads, weights):
@@ -112,20 +79,6 @@ def minimized(tx, grads, weights):
     return params
 
 
-def of_nnx(tx, grads, weights):
-    class Model(nnx.Module):
-        def __init__(self):
-            self.w, self.b = nnx.Param(PARAMS["w"]), nnx.Param(PARAMS["b"])
-
-    model = Model()
-    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
-    for g, w in zip(grads, weights, strict=True):
-        given = nnx.state(model, nnx.Param)
-        given["w"], given["b"] = nnx.Param(g["w"]), nnx.Param(g["b"])
-        optimizer.update(model, given, weight=w)
-    return {"w": model.w[...], "none": None, "b": model.b[...]}
-
-
 def server(tx, grads, weights):
     held = gx.ParameterServer(PARAMS, tx)
     for g, w in zip(grads, weights, strict=True):
@@ -133,8 +86,8 @@ def server(tx, grads, weights):
     return held.pull()[0]
 
 
-WAYS = loop, compiled, scanned, mapped, chained, masked, injected, minimized
-WAYS = {f.__name__: f for f in (*WAYS, of_nnx, server)}
+# The contract has optax's wrappers, which pass on any extra argument.
+WAYS = {f.__name__: f for f in (loop, mapped, minimized, server)}
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -143,14 +96,13 @@ def test_weights_give_the_gradient_of_the_whole_batch(way):
     tx = gx.accumulate(optax.sgd(1.0), 3)
     grads, expected = gradients(), after(whole_batch())
     got = WAYS[way](tx, grads, SIZES)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
-    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-7, atol=1e-6)
     if way == "loop":  # The mean of means is another number.
         other = loop(tx, grads, (1, 1, 1))
         assert max(np.abs(other[k] - expected[k]).max() for k in "wb") > 0.2
 
 
+@pytest.mark.parametrize("way", [loop, server])
 @pytest.mark.parametrize(
     "weights",
     [
@@ -163,20 +115,24 @@ def test_weights_give_the_gradient_of_the_whole_batch(way):
     ],
     ids=["uint8", "int64", "huge", "tiny", "float64", "float16"],
 )
-def test_only_the_proportion_of_weights_matters(weights):
-    got = loop(gx.accumulate(optax.sgd(1.0), 3), gradients(), weights)
+def test_only_the_proportion_of_weights_matters(way, weights):
+    got = way(gx.accumulate(optax.sgd(1.0), 3), gradients(), weights)
     expected = after(whole_batch())
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), got, expected
-    )
+    chex.assert_trees_all_close(got, expected, rtol=1e-7, atol=1e-6)
+
+
+def pushed(tx, *pushes):
+    """The number to which these gradients, with extra arguments, train 0; the state."""
+    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
+    for g, extra in pushes:
+        params, state = gx.apply_gradients(tx, jnp.float32(g), state, params, **extra)
+    return params, state
 
 
 def test_weights_above_the_integers_of_float32():
     """2²⁴ + 1 tokens are rounded to 2²⁴ in the sum of weights: 6e-8 of it."""
-    tx = gx.accumulate(optax.sgd(1.0), 2)
-    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-    for g, w in ((1.0, 2**24), (3.0, 1)):
-        params, state = gx.apply_gradients(tx, jnp.float32(g), state, params, weight=w)
+    pushes = (1, {"weight": 2**24}), (3, {"weight": 1})
+    params, _ = pushed(gx.accumulate(optax.sgd(1.0), 2), *pushes)
     np.testing.assert_allclose(params, -(2**24 + 3) / (2**24 + 1), rtol=2e-7)
 
 
@@ -209,11 +165,16 @@ def test_a_weight_scales_each_kind_of_number(dtype):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
-@pytest.mark.parametrize("inner", ["sgd", "lazy"])
-def test_rows_equal_the_formula(reduction, inner):
-    """Rows of a table, a dense gradient and None in turn; two steps."""
+@pytest.mark.parametrize(
+    ("inner", "skip"), [("sgd", False), ("lazy", False), ("sgd", True)]
+)
+def test_rows_equal_the_formula(reduction, inner, skip):
+    """Rows of a table, a dense gradient and None in turn; two steps.
+
+    With ``skip`` two pushes are left out: one row of each is not finite.
+    """
     rates = {"sgd": optax.sgd(1.0), "lazy": gx.lazy(optax.sgd(1.0))}
-    tx = gx.accumulate(rates[inner], 3, reduction=reduction)
+    tx = gx.accumulate(rates[inner], 3, reduction=reduction, skip_nonfinite=skip)
     push = jax.jit(functools.partial(gx.apply_gradients, tx))
     rng, weights = np.random.default_rng(1), [2.0, 0.5, 4.0, 1.0, 8.0, 3.0]
     params = {"table": jnp.zeros((4, 2)), "b": jnp.zeros(2)}
@@ -222,12 +183,17 @@ def test_rows_equal_the_formula(reduction, inner):
     b, of_b = np.zeros(2), 0.0
     for number, w in enumerate(weights):
         ids, values = rng.integers(0, 5, 3), rng.standard_normal((3, 2))
+        values[ids == 4] = np.nan  # 4 is padding.
         g = {"table": gx.IndexedSlices(ids, np.float32(values), (4, 2)), "b": None}
-        np.add.at(total, ids, w * values)  # 4 is padding.
+        if skip and number in (1, 5):
+            bad = gx.IndexedSlices([2, 0, 2], np.float32([[1, np.inf]] * 3), (4, 2))
+            params, state = push(g | {"table": bad}, state, params, weight=w)
+        np.add.at(total, ids, w * values)
         of_rows[np.unique(ids)] += w
         if number % 2:
-            g["b"] = jnp.float32(values[0])
-            b, of_b = b + w * values[0], of_b + w
+            dense = rng.standard_normal(2)
+            g["b"] = jnp.float32(dense)
+            b, of_b = b + w * dense, of_b + w
         params, state = push(g, state, params, weight=w)
         if number % 3 == 2:
             n = sum(weights[number - 2 : number + 1])
@@ -241,6 +207,7 @@ def test_rows_equal_the_formula(reduction, inner):
             total, of_rows = np.zeros((5, 2)), np.zeros((5, 1))
             b, of_b = np.zeros(2), 0.0
         chex.assert_trees_all_close(params, expected, rtol=1e-5, atol=1e-6)
+    assert (state.global_step, state.nonfinite_count) == (2, 2 if skip else 0)
 
 
 def test_a_push_of_weight_0_adds_nothing():
@@ -272,24 +239,36 @@ def test_a_weight_beside_that_of_staleness(reduction):
         weight=lambda s: 1 / (1 + s),
         reduction=reduction,
     )
-    params = jnp.zeros(2)
+
+    def rows(indices, numbers):
+        return gx.IndexedSlices(jnp.array(indices), jnp.outer(numbers, sizes), (5, 2))
+
+    sizes = jnp.array([1.0, -2.0])
+    params = {"b": jnp.zeros(2), "table": jnp.zeros((5, 2))}
     state = tx.init(params)._replace(global_step=jnp.int32(3))
-    for g, step, w in ((1.0, 3, 3), (9.0, 0, 7), (4.0, 1, 5)):  # One is dropped.
-        grads = jnp.array([g, -g])
+    first, late = [1, 3, 3, 5], [4, 3, 1, 5]  # 5 is padding.
+    for b, slices, step, w in (
+        (1.0, rows(first, jnp.array([1.0, 2.0, 4.0, 9.0])), 3, 3),
+        (9.0, rows(first, jnp.array([9.0, 9.0, 9.0, 9.0])), 0, 7),  # It is dropped.
+        (4.0, rows(late, jnp.array([8.0, 16.0, 0.0, 9.0])), 1, 5),
+    ):
+        grads = {"b": b * sizes, "table": slices}
         params, state = gx.apply_gradients(
             tx, grads, state, params, local_step=step, weight=w
         )
-    total = 3 * 1 + 5 * 4 / 3
-    expected = total / (1 if reduction == "sum" else 3 + 5)
-    np.testing.assert_allclose(params, [-expected, expected], rtol=1e-6)
+    of_rows = 3 * np.array([0, 1, 0, 6, 0]) + 5 / 3 * np.array([0, 0, 0, 16, 8])
+    number = 1 if reduction == "sum" else 3 + 5
+    held = np.array([1, 8, 1, 8, 5]) if reduction == "row_mean" else number
+    expected = {"b": (3 + 5 * 4 / 3) / number * sizes}
+    expected["table"] = np.outer(of_rows / held, sizes)
+    for name, got in params.items():
+        np.testing.assert_allclose(got, -expected[name], rtol=1e-6)
     assert state.stale_count == 1
 
 
 def test_without_a_weight_a_push_weighs_1():
     tx = gx.accumulate(optax.sgd(1.0), 2)
-    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-    params, state = gx.apply_gradients(tx, jnp.float32(6.0), state, params, weight=2)
-    params, state = gx.apply_gradients(tx, jnp.float32(3.0), state, params)
+    params, state = pushed(tx, (6, {"weight": 2}), (3, {}))
     assert (params, state.total_weight) == (-5.0, 3.0)
 
 
@@ -312,10 +291,7 @@ def test_the_last_push_makes_the_step_with_those_there_are(reduction, how, weigh
             params, state = carry
             g, w, last = pushed
             extra = {"last": last} | ({"weight": w} if weighted else {})
-            if how == "update":
-                updates, state = tx.update(g, state, params, **extra)
-                return (gx.apply_updates(params, updates), state), None
-            return gx.apply_gradients(tx, g, state, params, **extra), None
+            return stepped(tx, g, state, params, how, **extra), None
 
         params = jnp.zeros(4)
         return jax.lax.scan(push, (params, tx.init(params)), (g, weights, lasts))[0]
@@ -344,10 +320,7 @@ def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, ji
         extra = {"last": late} | (
             {"local_step": jnp.where(late, -1, 0)} if gate == "stale" else {}
         )
-        if how == "apply":
-            return gx.apply_gradients(tx, grads, state, params, **extra)
-        updates, state = tx.update(grads, state, params, **extra)
-        return gx.apply_updates(params, updates), state
+        return stepped(tx, grads, state, params, how, **extra)
 
     step = jax.jit(step) if jit else step
     params = {"table": jnp.ones((3, 2)), "w": jnp.ones(2), "v": jnp.ones(2)}
@@ -396,14 +369,10 @@ def test_last_and_weight_stay_with_the_outermost_accumulator():
 
 
 def test_a_gate_around_passes_them_on():
-    tx = gx.drop_stale(gx.skip_spikes(gx.accumulate(optax.sgd(1.0), 5)), 0)
-    params, state = jnp.zeros(()), tx.init(jnp.zeros(()))
-    for g, w, last in ((1.0, 1, False), (5.0, 3, np.True_)):
-        step = gx.global_step(state)
-        params, state = gx.apply_gradients(
-            tx, jnp.float32(g), state, params, local_step=step, weight=w, last=last
-        )
-    assert params == -4.0
+    tx = gx.drop_stale(gx.skip_spikes(gx.accumulate(optax.sgd(1.0), 5)), 9)
+    first, last = {"weight": 1, "last": False}, {"weight": 3, "last": np.True_}
+    pushes = ((g, each | {"local_step": 0}) for g, each in ((1, first), (5, last)))
+    assert pushed(tx, *pushes)[0] == -4.0
 
 
 # Servers and engines.
@@ -450,13 +419,6 @@ def test_a_server_refuses_what_is_no_weight():
     assert server.pull()[0] == -6.0
 
 
-def test_a_server_takes_a_weight_that_no_int32_holds():
-    server = gx.ParameterServer(jnp.zeros(()), gx.accumulate(optax.sgd(1.0), 2))
-    server.push(jnp.float32(1), 0, weight=2**40)
-    server.push(jnp.float32(5), 0, weight=3 * 2**40)
-    assert server.pull()[0] == -4.0
-
-
 # Bad input.
 
 
@@ -467,7 +429,7 @@ def test_a_server_takes_a_weight_that_no_int32_holds():
         ({"weight": jnp.float32(-0.5)}, ValueError, r"weight must be in .* got -0\.5"),
         ({"weight": np.nan}, ValueError, r"weight must be in \[0, inf\), got nan"),
         ({"weight": np.inf}, ValueError, r"weight must be in \[0, inf\), got inf"),
-        ({"weight": 10**400}, ValueError, r"weight must be in \[0, inf\), got 10000"),
+        ({"weight": 10**400}, ValueError, "weight must be .*, got 10000"),
         ({"weight": jnp.ones(3)}, TypeError, "weight must be a real scalar, got Array"),
         ({"weight": True}, TypeError, "weight must be a real scalar, got True"),
         ({"weight": 1j}, TypeError, "weight must be a real scalar, got 1j"),

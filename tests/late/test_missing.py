@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.descriptors import DESCRIPTORS
+from tests.late.test_one_reduction import stepped
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -70,10 +71,8 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
 
     def push(carry, g):
         params, state = carry
-        if how == "update":
-            updates, state = tx.update(g, state, params, **extra)
-            return (gx.apply_updates(params, updates), state), None
-        return gx.apply_gradients(tx, g, state, params, **extra), None
+        way = "apply" if how == "scan" else how
+        return stepped(tx, g, state, params, way, **extra), None
 
     def train(params, grads_of):
         carry = params, tx.init(params)
@@ -267,24 +266,17 @@ def test_a_gradient_of_integers_equals_none(row):
     extra, tx = row.extra(params), row.make()
 
     def trained(nothing, how):
-        step = functools.partial(gx.apply_gradients, tx)
-        if how == "update":
-
-            def step(grads, state, params, **extra):
-                updates, state = tx.update(grads, state, params, **extra)
-                return gx.apply_updates(params, updates), state
-
         p, state = params, tx.init(params)
         for t in range(2):
             g = {"w": jnp.cos(t + params["w"]), "frozen": nothing}
-            p, state = step(g, state, p, **extra)
+            p, state = stepped(tx, g, state, p, how, **extra)
         return p, state
 
-    for step in ("apply_gradients", "update"):
-        expected = trained(None, step)
+    for how in ("apply", "update"):
+        expected = trained(None, how)
         chex.assert_trees_all_equal(expected[0]["frozen"], params["frozen"])
-        for how in ("float0", "masked"):
-            got = trained(without(how, (2,)), step)
+        for nothing in ("float0", "masked"):
+            got = trained(without(nothing, (2,)), how)
             chex.assert_trees_all_equal(got, expected)
 
 
@@ -388,35 +380,3 @@ def test_a_parameter_that_is_none_does_not_hide_that_another_has_acted(gate):
         got = trained(nothing)
         assert got["b"].tolist() == [-1.25]
         assert got["z"].tolist() == [-2.5]
-
-
-CLIPPED = optax.chain(gx.clip_by_global_norm(0.5), optax.sgd(1.0))
-GATES_THAT_KEEP = {
-    "delayed": (gx.delayed(CLIPPED, 1), {}),
-    "delayed by two": (gx.delayed(CLIPPED, {"w": 2, "b": 1}), {}),
-    "latest": (gx.worker_mean(CLIPPED, 1, method="latest"), {"worker": 0}),
-    "ringleader": (gx.worker_mean(CLIPPED, 1, method="ringleader"), {"worker": 0}),
-    "all": (gx.worker_mean(CLIPPED, 1, method="all"), {"worker": 0, "local_step": 99}),
-    "skip_spikes": (gx.skip_spikes(CLIPPED), {}),
-}
-
-
-@pytest.mark.every
-@pytest.mark.parametrize("name", GATES_THAT_KEEP)
-def test_a_gate_in_a_sum_applies_nothing_older_to_a_leaf_without_gradient(name):
-    """Inside, the norm of a clip would count it, and all other leaves with it."""
-    tx, extra = GATES_THAT_KEEP[name]
-    params = {"w": jnp.ones(2), "b": jnp.ones(3)}
-    pushes = [{"w": 1.0, "b": 100.0}, {"w": 2.0, "b": 90.0}, {"w": 3.0, "b": 80.0}]
-    pushes += [{"w": 4.0, "b": None}, {"w": 5.0, "b": None}]
-    found = []
-    for gate, times in ((tx, 1), (gx.accumulate(tx, 2), 2)):
-        step = jax.jit(functools.partial(gx.apply_gradients, gate, **extra))
-        new, state = params, gate.init(params)
-        for push in pushes:
-            g = {k: None if x is None else x * params[k] for k, x in push.items()}
-            for _ in range(times):
-                new, state = step(g, state, new)
-        found.append((new, optax.tree.get(state, "global_norm")))
-    chex.assert_trees_all_close(*found, rtol=1e-6)
-    assert found[0][1] < 10  # Not of the leaf whose gradients are about 100.

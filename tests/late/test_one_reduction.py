@@ -57,18 +57,20 @@ def stepped(tx, grads, state, params, how, **extra):
     return gx.apply_updates(params, updates), state
 
 
-def train(tx, params, batches, *, check=True, before=own, how="apply", **extra):
+def train(tx, params, batches, *, check=True, before=own, how="apply", last=9, **extra):
     """A step inside of ``shard_map``: all its micro-batches, in a ``scan``."""
     state = tx.init(params)
 
-    def push(carry, batch):
-        params, state = carry
+    def push(carry, pushed):
+        (params, state), (batch, number) = carry, pushed
         seen = before(params) if check else params
         grads = jax.grad(loss_fn)(seen, *batch)
         given = {name: f(*batch) for name, f in extra.items()}
+        given |= {"last": number == last} if last < BATCHES else {}
         return stepped(tx, grads, state, params, how, **given), None
 
-    (params, state), _ = jax.lax.scan(push, (params, state), batches)
+    pushed = batches, jnp.arange(BATCHES)
+    (params, state), _ = jax.lax.scan(push, (params, state), pushed)
     return params, state.inner_state, state.global_step, state[2]
 
 
@@ -126,27 +128,10 @@ def test_the_last_push_and_a_push_that_one_device_cannot_take(check):
     x = X.copy()
     x[2, 0] = np.nan  # Of the first device.
     tx = gx.accumulate(optax.sgd(0.5), 9, axis_name="data", skip_nonfinite=True)
-    number = jnp.arange(BATCHES)
-
-    def step(params, batches, number):
-        state = tx.init(params)
-
-        def push(carry, pushed):
-            params, state = carry
-            batch, number = pushed
-            grads = jax.grad(loss_fn)(own(params) if check else params, *batch)
-            return gx.apply_gradients(
-                tx, grads, state, params, weight=tokens(*batch), last=number == 3
-            ), None
-
-        pushed = batches, number
-        (params, state), _ = jax.lax.scan(push, (params, state), pushed)
-        return params, state.global_step, state.nonfinite_count
-
     held = HELD.copy()
-    specs = (P(), P(None, "data"), P())
-    step = on_devices(step, check, in_specs=specs, out_specs=P())
-    params, steps, left_out = step(PARAMS, (x, Y, held), number)
+    step = functools.partial(train, tx, check=check, weight=tokens, last=BATCHES - 1)
+    step = on_devices(step, check, **SPECS)
+    params, _, steps, left_out = step(PARAMS, (x, Y, held))
     held[2] = False
     agrees(params, whole_batch(held))
     assert (steps, left_out) == (1, 1)

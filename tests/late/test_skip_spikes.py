@@ -4,6 +4,7 @@ import functools
 import json
 import pathlib
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -53,11 +54,9 @@ def played(window, warmup, with_loss):
 
     @jax.jit
     def play(norms, losses, sigmas):
-        tx = gx.skip_spikes(optax.sgd(0.1, 0.9), window=window, sigmas=sigmas)
-        if warmup is not None:
-            tx = gx.skip_spikes(
-                optax.sgd(0.1, 0.9), window=window, sigmas=sigmas, warmup=warmup
-            )
+        tx = gx.skip_spikes(
+            optax.sgd(0.1, 0.9), window=window, sigmas=sigmas, warmup=warmup
+        )
 
         def body(carry, pushed):
             params, state = carry
@@ -113,24 +112,6 @@ def test_the_decisions_are_those_of_the_original(name):
     assert state.skipped_count > 3
 
 
-@pytest.mark.parametrize("name", [k for k, case in CASES.items() if not case["ours"]])
-def test_the_originals_treat_nan_otherwise(name):
-    case = CASES[name]
-    assert case["why_not"]
-    window = case["settings"].get("rolling_interval_length") or 8
-    tx = gx.skip_spikes(optax.sgd(0.1), window=window)
-    params = {"w": jnp.float32(case["params"]["w"])}
-    state, step = tx.init(params), jax.jit(functools.partial(gx.apply_gradients, tx))
-    for event in case["events"]:
-        grads = {"w": jnp.float32(event["grads"]["w"])}
-        params, state = step(grads, state, params, value=event["value"])
-    skipped = sum(not event["applied"] for event in case["events"])
-    assert np.isfinite(params["w"]).all()
-    assert state.skipped_count <= 3 <= skipped
-    if "gradient" in name:
-        assert np.isnan(case["events"][-1]["params"]["w"]).all()
-
-
 def test_equal_numbers_are_no_spike_and_any_larger_one_is():
     tx = gx.skip_spikes(optax.sgd(1.0), window=100)
     params = jnp.zeros(())
@@ -164,12 +145,8 @@ def test_a_skipped_push_changes_counts_and_history_alone():
             params, state = step(number, state, params)
         for number, numbers in ((NAN, 3), (INF, 3), (1e25, 3), (100.0, 4)):
             after, new = step(number, state, params)
-            for old, same in zip(
-                jax.tree.leaves((params, state.inner_state)),
-                jax.tree.leaves((after, new.inner_state)),
-                strict=True,
-            ):
-                np.testing.assert_array_equal(old, same)
+            old = params, state.inner_state
+            chex.assert_trees_all_equal((after, new.inner_state), old)
             assert new.skipped_count == state.skipped_count + 1
             assert new.global_step == 3
             assert new.num_held.tolist() == [numbers, 0]
@@ -266,8 +243,7 @@ def test_devices_that_share_a_gradient_decide_alike(make):
     )
     whole = jax.jit(functools.partial(run, transformation()))
     got, wanted = sharded(params, pushes), whole(params, pushes)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-5)
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5)
     if make is gx.skip_spikes:
         assert got[1].skipped_count == 2
 

@@ -79,42 +79,32 @@ def test_a_worker_that_does_not_exist_reaches_nothing(method, poison):
     chex.assert_trees_all_equal((params, state._replace(stale_count=0)), kept)
 
 
+def played(step, state, number, workers):
+    """These workers push this number, none of them late; parameters begin at 0."""
+    params, grads = jnp.zeros((2, 3)), jnp.full((2, 3), number)
+    for worker in workers:
+        seen = state.global_step + 0  # The step donates the state.
+        params, state = step(params, state, grads, np.int32(worker), seen)
+    return params, state
+
+
 @pytest.mark.parametrize("method", ["all", "ringleader"])
 def test_a_row_forgets_its_old_gradient(method):
     """Not even if it was not finite."""
     tx, step = step_of(2, method)
-    params = jnp.zeros((2, 3))
-    state = tx.init(params)
-    bad, good = jnp.full((2, 3), jnp.inf), jnp.ones((2, 3))
-    order = {"all": "01", "ringleader": "010"}[method]
-    for worker in order[:-1]:
-        params, state = step(
-            params, state, bad, np.int32(int(worker)), state.global_step + 0
-        )
-    params = jnp.zeros((2, 3))
-    params, state = step(
-        params, state, bad, np.int32(int(order[-1])), state.global_step + 0
-    )
-    params = jnp.zeros((2, 3))
-    for worker in (0, 1):
-        params, state = step(
-            params, state, good, np.int32(worker), state.global_step + 0
-        )
+    order = {"all": (0, 1), "ringleader": (0, 1, 0)}[method]
+    _, state = played(step, tx.init(jnp.zeros((2, 3))), jnp.inf, order)
+    params, _ = played(step, state, 1.0, (0, 1))
     np.testing.assert_array_equal(params, -0.5 * np.ones((2, 3)))
 
 
 def test_the_mean_of_the_newest_pushes_keeps_nan_and_inf():
     """Each push moves it, and it is never computed anew."""
     tx, step = step_of(2, "latest")
-    params = jnp.zeros((2, 3))
-    state = tx.init(params)
-    for worker in (0, 1):
-        grads = jnp.full((2, 3), jnp.inf)
-        params, state = step(params, state, grads, np.int32(worker), np.int32(0))
+    params, state = played(step, tx.init(jnp.zeros((2, 3))), jnp.inf, (0, 1))
     assert not params.any()  # No step yet.
     for worker in (0, 1, 0):
-        grads = jnp.ones((2, 3))
-        params, state = step(params, state, grads, np.int32(worker), np.int32(0))
+        params, state = played(step, state, 1.0, (worker,))
         assert np.isnan(params).all()
     assert state.global_step == 3
 
@@ -147,21 +137,6 @@ def pushed(grads=None, **extra):
     tx = gx.worker_mean(INNER, 2, method="all")
     params = jnp.zeros(2)
     return tx.update(params if grads is None else grads, tx.init(params), **extra)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_through_a_server(method):
-    tx = gx.worker_mean(optax.sgd(1.0), 2, method=method)
-    server = gx.ParameterServer(jnp.zeros(2), tx)
-    steps = []
-    for worker in (0, 1, 0, 1):
-        _, seen = server.pull()
-        result = server.push(jnp.ones(2), seen, worker=worker)
-        assert result.applied
-        steps.append(result.global_step)
-    assert steps == {
-        "all": [0, 1, 1, 2], "latest": [0, 0, 1, 2], "ringleader": [0, 1, 2, 2]
-    }[method]  # fmt: skip
 
 
 def test_a_mean_in_double_precision():

@@ -136,18 +136,6 @@ def test_without_a_gate_every_push_is_accepted():
     assert server.stats().staleness == {0: 1, 1: 1, 2: 1}
 
 
-@pytest.mark.parametrize("name", ["global_step", "stale_count"])
-def test_a_parameter_may_bear_the_name_of_a_counter(name):
-    params = {name: jnp.ones(2), "w": jnp.ones(2)}
-    server = gx.ParameterServer(params, gx.adagrad(0.5))
-    assert server.push(params, 0)[:3] == (True, 0, 1)
-    expected = 1 - 0.5 / np.sqrt(0.1 + 1)
-    np.testing.assert_allclose(server.pull()[0][name], expected, rtol=1e-6)
-    gated = gx.ParameterServer(params, gx.drop_stale(gx.adagrad(0.5), 0))
-    gated.push(params, 0)
-    assert gated.push(params, 0)[:3] == (False, 1, 1)
-
-
 def test_parameters_change_where_the_global_step_cannot_grow():
     last = np.iinfo(np.int32).max
     server = gx.ParameterServer({"w": jnp.zeros(())}, gx.drop_stale(optax.sgd(1.0), 9))
@@ -252,12 +240,7 @@ BAD_PUSHES = {
     ),
     "nothing": ({"w": None, "b": None}, 1, ValueError, "no gradient for any leaf"),
     "nan": (BAD | {"b": BAD["b"] * np.nan}, 1, ValueError, r"finite.*at \['b'\]"),
-    "inf": (
-        BAD | {"w": np.full_like(BAD["w"], np.inf)},
-        1,
-        ValueError,
-        r"finite.*at \['w'\]",
-    ),
+    "inf": (BAD | {"b": BAD["b"] * np.inf}, 1, ValueError, r"finite.*at \['b'\]"),
     "negative": (BAD, -1, ValueError, r"local_step must be in \[0, 1\], got -1"),
     "future": (BAD, 2, ValueError, r"local_step must be in \[0, 1\], got 2"),
     "fraction": (BAD, 0.5, TypeError, "local_step must be an integer"),
@@ -286,11 +269,6 @@ def test_an_error_of_the_transformation_changes_nothing():
     with pytest.raises(TypeError, match="needs worker_params"):
         server.push(draw(0), 0)
     chex.assert_trees_all_equal(server.state(), before)
-
-
-def test_a_nan_acts_without_require_finite():
-    server = gx.ParameterServer(PARAMS, optax.sgd(0.1))
-    assert server.push(BAD | {"b": BAD["b"] * np.nan}, 0).applied
 
 
 def test_a_checkpoint_goes_on_bit_identically(tmp_path):
@@ -524,11 +502,6 @@ def test_a_worker_without_a_row_is_refused(worker):
     assert (stats.accepted, stats.dropped) == (0, 0)
     server.push(grads, 0, worker=np.int32(1))
     assert server.push(grads, 0, worker=jnp.int32(0)).global_step == 1
-
-
-def test_a_server_without_workers_takes_any():
-    server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
-    assert server.push(draw(0), 0, worker=7).applied
 
 
 def test_its_representation_says_where_it_stands():

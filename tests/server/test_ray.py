@@ -82,10 +82,6 @@ def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
     params = before["params"]
     bad = [
         (TypeError, r"differ at \['w'\]", params | {"w": jnp.ones(4)}, seen),
-        (TypeError, r"in dtype at \['b'\]", params | {"b": jnp.float32(0)}, seen),
-        (TypeError, r"differ at \['b'\]", {"w": params["w"]}, seen),
-        (TypeError, "local_step must be an integer", params, 1.5),
-        (ValueError, "local_step must be in", params, -1),
         (ValueError, "local_step must be in", params, seen + 1),
     ]
     for error, match, grads, local_step in bad:
@@ -131,14 +127,6 @@ def test_a_restarted_actor_counts_its_lost_pushes():
     with pytest.raises(ValueError, match="pull again"):
         ask("push", params, old)
     assert push_some(server, 1)[:3] == (True, 0, 3)
-
-
-def test_a_push_that_comes_again_acts_once(server):
-    params, seen = ray.get(server.pull.remote())
-    accepted = ray.get(server.stats.remote()).accepted
-    push = [server.push.remote(params, seen, push_id=("a", 7)) for _ in range(5)]
-    assert ray.get(push) == [(True, 0, seen + 1, None)] * 5
-    assert ray.get(server.stats.remote()).accepted == accepted + 1
 
 
 def test_waiting_calls_leave_module_for_a_push(server):
@@ -253,18 +241,6 @@ def test_a_version_is_published_once():
     ray.get(server.close.remote())
     with pytest.raises(gx.ServerClosedError):
         pull()
-
-
-def test_a_wrapper_around_a_gate_acts_on_dropped_pushes():
-    grow = optax.add_decayed_weights(1.0)  # It adds the parameters to every update.
-    tx = optax.chain(gx.drop_stale(optax.sgd(1.0), max_staleness=0), grow)
-    server = ray.remote(gx.ParameterServer).remote({"w": jnp.ones(2)}, tx)
-    for applied, wanted in ((True, 1.0), (False, 2.0), (False, 4.0)):
-        pushed = ray.get(server.push.remote({"w": jnp.ones(2)}, 0))
-        assert pushed.applied == applied
-        params, seen = ray.get(server.pull.remote())
-        assert seen == 1
-        assert params["w"].tolist() == [wanted] * 2
 
 
 def test_rows_of_a_table_are_pulled_and_pushed_through_ray():

@@ -5,6 +5,7 @@ with its parts on several devices. ``engines/test_group`` has processes. There a
 takes ten times as long, and no test sees what the compiler has made.
 """
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,6 +27,7 @@ from tests.server.test_rows import aligned
 
 COUNT = 4
 SHARDINGS = {"table": P("server"), "wide": P(None, "server"), "bias": None}
+CLOSE = {"rtol": 2e-6, "atol": 1e-6}
 
 
 def params_of(height):
@@ -92,7 +94,7 @@ class Parts:
         return results[0]
 
     def check(self):
-        same_states(self.cut.state(), self.whole.state())
+        chex.assert_trees_all_close(self.cut.state(), self.whole.state(), **CLOSE)
 
 
 def partition(tables):
@@ -147,8 +149,7 @@ def test_the_memory_that_was_given_is_not_taken():
     for step in range(3):
         both.push(both.grads(rows=False), step)
     after = both.params, both.given
-    for x, y in zip(*map(jax.tree.leaves, (before, after)), strict=True):
-        np.testing.assert_array_equal(x, y)
+    chex.assert_trees_all_equal(before, after)
     # Nor does the server see what its owner does with it later.
     both = Parts(gx.drop_stale(optax.sgd(1.0), 4))
     for x in jax.tree.leaves(both.given):
@@ -180,11 +181,6 @@ def rows_at(step, height=36):
     return {"table": gx.IndexedSlices(rng.integers(0, 36, 6), values, (height, 8))}
 
 
-def same_states(got, wanted, rtol=2e-6, atol=1e-6):
-    for x, y in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
-
-
 @pytest.mark.slow
 def test_any_number_of_parts_reads_the_checkpoint_of_any_other(tmp_path):
     alone = gx.ParameterServer(TABLE, SAVED)
@@ -192,13 +188,13 @@ def test_any_number_of_parts_reads_the_checkpoint_of_any_other(tmp_path):
     for incarnation, count in enumerate((0, 4, 3, 0, 2)):
         with saving(count, tmp_path) as server:
             assert server.begin()[1] == step
-            assert server.begin().found == (incarnation > 0)
+            assert (server.begin().notes is not None) == (incarnation > 0)
             for _ in range(2):
                 rows = rows_at(step) | {"bias": None}
                 alone.push(rows, step)
                 step = server.push(rows, step, push_id=(0, step)).global_step
             server.save()
-            same_states(server.state(), alone.state())
+            chex.assert_trees_all_close(server.state(), alone.state(), **CLOSE)
 
 
 # What a push costs.

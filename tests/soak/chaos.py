@@ -184,31 +184,23 @@ def account(pushes, counts, stats, state, folder, num_workers, goal):
         [push.result.global_step for push in incarnation if push.result.applied]
         for incarnation in incarnations.values()
     ]
+    tally, steps = (counts.accepted, counts.dropped), int(state.global_step)
+    done, unheard = sum(tally), counts.pushed - len(pushes)
+    most = num_workers * counts.server_deaths
+    apart = all(len(each) == len({*each}) for each in applied)
     return {
-        "accepted + dropped + lost = pushed": counts.accepted
-        + counts.dropped
-        + counts.lost
-        == counts.pushed,
-        "unheard answers were on their way at a death": 0
-        <= counts.pushed - len(pushes)
-        <= num_workers * counts.server_deaths,
-        "all pushes were made": counts.accepted + counts.dropped == goal,
-        "the server counts as its users do": (stats.accepted, stats.dropped)
-        == (counts.accepted, counts.dropped),
-        "the optimizer counts as the server does": (
-            int(state.global_step),
-            int(state.stale_count),
-        )
-        == (stats.accepted, stats.dropped),
+        "accepted + dropped + lost = pushed": done + counts.lost == counts.pushed,
+        "unheard answers were on their way at a death": 0 <= unheard <= most,
+        "all pushes were made": done == goal,
+        "the server counts as its users do": stats[:2] == tally,
+        "the optimizer counts as the server does": (steps, int(state.stale_count))
+        == stats[:2],
         "only lost pushes came twice": len(pushes) - len(known) == counts.lost,
-        "only unheard numbers are missing": len(known) + counts.pushed - len(pushes)
-        == stats.accepted + stats.dropped,
+        "only unheard numbers are missing": len(known) + unheard == done,
         "incarnations = deaths of the server + 1": len(incarnations)
         == counts.server_deaths + 1,
         "an incarnation begins at a checkpoint": {*began} <= {0, *saved_steps(folder)},
-        "within an incarnation no step comes twice": all(
-            len(each) == len({*each}) for each in applied
-        ),
+        "within an incarnation no step comes twice": apart,
     }
 
 

@@ -19,13 +19,15 @@ pytestmark = [
 # A group is Ray's engine too, with one process more. The run that compiles everything
 # for the others is one of threads, and it is terminated as well.
 PAIRS = ("simulated", "TERM"), ("group", "TERM"), ("threads", "KILL")
-CODES = {"TERM": "143:", "KILL": "-9:"}
+PAIRS += ("simulated", "INT"), ("threads", "INT"), ("group", "INT")
+CODES = {"TERM": "143:", "KILL": "-9:", "INT": "130:"}
 
 
 def test_a_signal_leaves_no_process_and_a_checkpoint_that_loads(capsys, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setattr(kills, "AFTER", 0.5)
     monkeypatch.setenv("XLA_FLAGS", xla_flags(level=1))
+    monkeypatch.setenv("FORCE_COLOR", "1")  # As in a terminal: a bar shows the pushes.
     with promotion():
         faults = kills.table(PAIRS, times=1, seed=0)
     printed = capsys.readouterr().out

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 
@@ -77,22 +79,26 @@ def figures(name, dtype="float32"):
     return figures_on(compiled(name, dtype), size_on_a_chip(model(name, dtype)))
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.58), ("bfloat16", 0.59)])
-def test_novograd_accesses_fewer_bytes_than_optax(dtype, bound):
-    ours = min(
-        figures(name, dtype)["bytes"]
-        for name in ("clip + novograd", "novograd(global_clipnorm)")
-    )
-    assert ours <= bound * figures("optax clip + novograd", dtype)["bytes"]
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 0.6), ("bfloat16", 0.71)])
-def test_novograd_reads_and_writes_no_array_twice(dtype, bound):
+@pytest.mark.parametrize(
+    ("dtype", "of_hbm", "of_bytes"),
+    [("float32", 0.6, 0.58), ("bfloat16", 0.71, 0.59)],
+)
+def test_novograd_reads_and_writes_no_array_twice(dtype, of_hbm, of_bytes):
     """Except the gradients: once for the norms of all layers, once for the update."""
-    assert figures("novograd(global_clipnorm)", dtype)["own"] <= 6.01
-    assert figures("clip + novograd", dtype)["own"] <= 7.01  # The norms after the clip.
-    theirs = figures("optax clip + novograd", dtype)
-    assert figures("novograd(global_clipnorm)", dtype)["hbm"] <= bound * theirs["hbm"]
+    ours, behind, theirs = (
+        figures(name, dtype)
+        for name in (
+            "novograd(global_clipnorm)",
+            "clip + novograd",
+            "optax clip + novograd",
+        )
+    )
+    assert ours["own"] <= 6.01
+    assert behind["own"] <= 7.01  # The norms after the clip.
+    assert ours["hbm"] <= of_hbm * theirs["hbm"]
+    assert min(ours["bytes"], behind["bytes"]) <= of_bytes * theirs["bytes"]
+    # The compiler copies a part of NovoGrad's arrays ahead of their use.
+    assert max(ours["temp"], behind["temp"]) <= 0.16
 
 
 def test_novograd_on_the_whole_model():
@@ -104,13 +110,6 @@ def test_novograd_on_the_whole_model():
     assert found["hbm"] <= 5.78
     assert found["bytes"] <= 17
     assert found["temp"] <= 0.1
-
-
-@DTYPES
-@pytest.mark.parametrize("name", ["clip + novograd", "novograd(global_clipnorm)"])
-def test_clip_and_novograd_need_little_temporary_memory(name, dtype):
-    """The compiler copies a part of NovoGrad's arrays ahead of their use."""
-    assert figures(name, dtype)["temp"] <= 0.16
 
 
 @pytest.mark.parametrize(
@@ -331,3 +330,52 @@ def test_layers_keep_no_array_of_their_gradients(tx, dtype, bound):
 
     assert temporary(("layers",)) <= bound
     assert temporary(()) > bound + 0.9
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype", "of_state", "bound"),
+    [
+        (optax.adamw(0.1), "float32", 2, 0.54),
+        (gx.master_weights(optax.adamw(0.1)), "bfloat16", 5, 0.45),
+    ],
+)
+@pytest.mark.usefixtures("standard_promotion")
+def test_layers_bring_little_of_a_state_on_the_host(tx, dtype, of_state, bound):
+    """Beside parameters. On the device state and temporaries would be 2.4 and 5.2 N."""
+    chip = mesh("v5e:2x2")
+    params = placed(transformer(16, 1024, vocabulary=256, dtype=dtype), chip)
+    state = gx.on_host(placed(jax.eval_shape(tx.init, params), chip))
+    tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), chip)
+    step = gx.minimize(next_tokens, tx, layers=("layers",))
+    found = step.lower(params, state, tokens).compile().memory_analysis()
+    n = size_on_a_chip(params)
+    on_device = found.argument_size_in_bytes + found.temp_size_in_bytes
+    assert on_device <= (1 + bound) * n
+    assert found.host_argument_size_in_bytes == pytest.approx(of_state * n, rel=0.01)
+    assert found.host_alias_size_in_bytes == found.host_argument_size_in_bytes
+    assert found.host_temp_size_in_bytes == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int16", "int8"])
+@pytest.mark.parametrize("shape", [(7, 100), (80, 64), (7, 3, 512), (128, 2048, 1)])
+def test_small_layers_of_a_state_on_the_host(shape, dtype):
+    """The compiler takes no single one of most, so they come together."""
+    chip = NamedSharding(mesh("v5e:2x2"), P())
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=chip)
+    host = chip.with_memory_kind("pinned_host")
+    state = jax.ShapeDtypeStruct(shape, dtype, sharding=host)
+
+    def update(updates, state, params=None):
+        moved = jax.tree.map(lambda s, u: s + u.astype(s.dtype), state, updates)
+        return updates, moved
+
+    tx = optax.GradientTransformation(
+        lambda params: jax.tree.map(lambda p: jnp.zeros_like(p, dtype), params), update
+    )
+
+    def loss(params):
+        return jax.lax.scan(lambda c, w: (c + jnp.sum(w**2), None), 0.0, params["w"])[0]
+
+    step = gx.minimize(loss, tx, layers=("w",))
+    compiled = step.lower({"w": x}, {"w": state}).compile()
+    assert compiled.memory_analysis().host_alias_size_in_bytes > 0

@@ -299,25 +299,6 @@ def test_tx_receives_the_value_of_the_loss_unless_it_is_given(extra, expected):
     np.testing.assert_allclose(state, expected, rtol=1e-6)
 
 
-def temporaries(height, tables, row_wise):
-    tx = chain(row_wise=row_wise)
-    params = model() | {"emb": jax.ShapeDtypeStruct((height, 2), jnp.float32)}
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
-    state = jax.eval_shape(tx.init, shapes)
-    step = gx.minimize(model_loss, tx, trainable=learning(True), tables=tables)
-    compiled = step.lower(shapes, state, IDS).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.figures
-@pytest.mark.parametrize("row_wise", [False, True])
-def test_temporaries_do_not_grow_with_the_table(row_wise):
-    small = temporaries(1_000, ["emb"], row_wise)
-    large = temporaries(1_000_000, ["emb"], row_wise)
-    assert large == pytest.approx(small, rel=0.01)
-    assert temporaries(1_000_000, (), row_wise) > 1_000_000 * 2 * 4
-
-
 # Eight devices hold eight rows each, and a batch has repetitions and padding.
 TALL = {"emb": jnp.float32(RNG.standard_normal((64, 4))), "w": jnp.ones(4)}
 SPECS = {"emb": P("x", None), "w": P()}
@@ -436,27 +417,6 @@ def test_gradients_of_parts_of_a_batch_lie_side_by_side():
 
 
 SPARSE_STEP = gx.minimize(tall_loss, chain(), tables=["emb"], donate=False)
-
-
-@pytest.mark.parametrize(
-    ("axis_type", "table", "ids"),
-    [
-        (AxisType.Auto, P("x", None), P()),
-        (AxisType.Auto, P("x", None), P("x")),
-        (AxisType.Auto, P(), P("x")),
-        (AxisType.Explicit, P(), P()),
-        (AxisType.Explicit, P(), P("x")),
-        (AxisType.Explicit, P("x", None), P()),
-    ],
-    ids=str,
-)
-def test_sharded_arrays(axis_type, table, ids, in_context):
-    on = functools.partial(NamedSharding, mesh(axis_type))
-    with in_context(mesh(axis_type)):
-        params = jax.device_put(TALL, {"emb": on(table), "w": on(P())})
-        put = functools.partial(jax.device_put, device=on(ids))
-        params = check_training(SPARSE_STEP, params, chain().init(params), put)
-    assert params["emb"].sharding.is_equivalent_to(on(table), 2)
 
 
 def test_a_table_sharded_by_rows_is_not_gathered():

@@ -1,4 +1,4 @@
-"""Delayed Nesterov: the paper's algorithm, and cases that it does not have."""
+"""Delayed Nesterov: cases that the paper does not have; see ``test_formulas.py``."""
 
 import functools
 
@@ -10,7 +10,6 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests import oracles
 
 PUSHES = 12
 RATES = 0.1 * 0.8 ** np.arange(PUSHES, dtype=np.float32)
@@ -20,66 +19,10 @@ def schedule(count):
     return jnp.asarray(RATES)[count]
 
 
-def cases():
-    """Decay, N and c; some with the smallest and the largest c that is allowed."""
-    rng = np.random.default_rng(0)
-    num_delay = np.array([1, 1, 2, 2, 3, 4, 5, 7, 11, 12, 13, 40])
-    part = np.array([0, 1, 0, 1, 0, 1, *rng.uniform(size=6)])
-    b1 = np.float32([0.9, 0.0, *rng.uniform(0, 0.99, size=10)])
-    return b1, num_delay.astype(np.int32), np.float32(part / num_delay)
-
-
 def draw(*shape, dtype="float32", seed=0):
     """Random numbers that the dtype holds, as an array of it."""
     rng = np.random.default_rng(seed)
-    x = rng.standard_normal(shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        x = x + 1j * rng.standard_normal(shape)
-    return jnp.asarray(np.asarray(x, jnp.dtype(dtype)))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "rtol"),
-    [("float32", 1e-6), ("float64", 1e-6), ("complex64", 1e-6), ("bfloat16", 1e-2)],
-)
-@pytest.mark.parametrize("learning_rate", [0.1, schedule], ids=["rate", "schedule"])
-def test_the_algorithm_of_the_paper(dtype, rtol, learning_rate):
-    """One program runs all cases: their numbers are traced."""
-    with jax.enable_x64(dtype == "float64"):
-        params, grads = draw(3, dtype=dtype), draw(PUSHES, 3, dtype=dtype, seed=1)
-
-        @jax.jit
-        @jax.vmap
-        def play(b1, num_delay, activation):
-            tx = gx.delayed_nesterov(
-                learning_rate, b1, num_delay=num_delay, activation=activation
-            )
-
-            def push(carry, g):
-                params, state = gx.apply_gradients(tx, {"w": g}, *carry[::-1])
-                return (params, state), (params["w"], state[0].mu["w"], state[0].count)
-
-            start = {"w": params}
-            return jax.lax.scan(push, (start, tx.init(start)), grads)[1]
-
-        got = jax.tree.map(np.asarray, play(*cases()))
-    wide = complex if dtype == "complex64" else float
-    params, grads = np.asarray(params).astype(wide), np.asarray(grads).astype(wide)
-    for case, (b1, num_delay, activation) in enumerate(zip(*cases(), strict=True)):
-        expected = oracles.delayed_nesterov(
-            {"w": params},
-            [{"w": g} for g in grads],
-            learning_rate,
-            float(b1),
-            num_delay=int(num_delay),
-            activation=float(activation),
-        )
-        for t, (w, mu, _) in enumerate(expected):
-            for slot, wanted in zip(got, (w["w"], mu["w"]), strict=False):
-                atol = rtol * max(1, np.abs(wanted).max())
-                x = slot[case, t].astype(wide)
-                np.testing.assert_allclose(x, wanted, rtol=0, atol=atol)
-            assert got[2]["w"][case, t] == (t + 1) % num_delay
+    return jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
 def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import gradxform as gx
 from tests import oracles
@@ -141,6 +142,39 @@ def test_novograd(novograd, name):
         agree(optax.tree.get(state, "nu"), nu)
 
 
+# With the smallest and the largest activation that is allowed, and one between them.
+DELAYED = [
+    {"num_delay": n, "b1": b1, "activation": np.float32(part / n)}
+    for n, b1, part in (
+        (1, 0.9, 0),
+        (1, 0.0, 1),
+        (2, 0.5, 0),
+        (2, 0.9, 1),
+        (3, 0.3, 0.7),
+        (4, 0.99, 1),
+        (7, 0.9, 0.4),
+    )
+]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*DELAYED, DELAYED[4] | {"learning_rate": schedule}],
+    ids=describe,
+)
+def delayed_nesterov(request):
+    return Rule("delayed_nesterov", request.param)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_delayed_nesterov(delayed_nesterov, name):
+    num_delay = delayed_nesterov.options["num_delay"]
+    for t, (params, state, (p, mu, _)) in enumerate(delayed_nesterov.play(name), 1):
+        agree(params, p)
+        agree(optax.tree.get(state, "mu"), mu)
+        assert {*map(int, state[0].count.values())} == {t % num_delay}
+
+
 @pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd])
 def test_the_norm_before_clipping_is_in_the_state(alias):
     (grads,) = sequence(2, steps=1)
@@ -194,7 +228,7 @@ def test_complex_leaves_use_the_squared_modulus(alias, dtype):
 
 STACKED = [
     {},
-    {"clipnorm": 0.5},
+    {"weight_decay": 0.1, "clipnorm": 0.5},
     {"global_clipnorm": 1.0},
     {"weight_decay": 0.1, "nesterov": True},
 ]
@@ -230,6 +264,42 @@ def test_stacked_layers_equal_unstacked_ones(options, stacked_axes):
         params, state = step(g, state, params)
         agree(unstack(params), p)
         agree(unstack(optax.tree.get(state, "nu")), nu)
+
+
+@pytest.mark.parametrize("init", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_nu_of_stacked_layers_starts_with_their_first_gradient(init):
+    tx = gx.scale_by_novograd(stacked_axes=1)
+    grads = {"w": jnp.ones((2, 3))}
+    state = init(tx.init)(grads)
+    for each in ({"w": None}, grads):
+        _, state = tx.update(each, state)
+    assert state.nu["w"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.slow
+def test_layers_that_nnx_has_stacked():
+    """Its optimizer gives trees of variables. Each layer is normalized for itself."""
+    stack = nnx.split_rngs(splits=3)(nnx.vmap(lambda rngs: nnx.Linear(4, 2, rngs=rngs)))
+    model = nnx.Dict(blocks=stack(nnx.Rngs(0)), head=nnx.Linear(2, 2, rngs=nnx.Rngs(1)))
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+
+    def stacked_axes(tree):
+        return jax.tree.map_with_path(
+            lambda path, _: int(path[0].key == "blocks"), tree
+        )
+
+    optimizer = nnx.Optimizer(
+        model, gx.novograd(0.1, stacked_axes=stacked_axes), wrt=nnx.Param
+    )
+    grads = jax.tree.map(lambda x: x + 1, nnx.state(model, nnx.Param))
+    optimizer.update(model, grads)
+    after, g = nnx.to_pure_dict(nnx.state(model, nnx.Param)), nnx.to_pure_dict(grads)
+    for part, layers in (("blocks", 3), ("head", 1)):
+        for name in ("kernel", "bias"):
+            wide = np.float64(g[part][name]).reshape(layers, -1)
+            norms = np.linalg.norm(wide, axis=1, keepdims=True)
+            moved = np.reshape(after[part][name] - before[part][name], (layers, -1))
+            np.testing.assert_allclose(moved, -0.1 * wide / norms, rtol=1e-4, atol=1e-6)
 
 
 def test_mask_may_be_a_function_or_a_prefix():

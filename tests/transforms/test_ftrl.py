@@ -21,21 +21,30 @@ def gradients(rng, shape):
     return g
 
 
-@pytest.mark.parametrize("clip", [{}, {"clipvalue": 2.0}, {"global_clipnorm": 9.0}])
+HOLDING = {
+    "ftrl": gx.ftrl(0.3, **HELD),
+    "clipvalue": gx.ftrl(0.3, **HELD, clipvalue=2.0),
+    "global_clipnorm": gx.ftrl(0.3, **HELD, global_clipnorm=9.0),
+    "gated": gx.drop_stale(gx.ftrl(0.3, **HELD), max_staleness=0),
+    "proximal_adagrad": gx.proximal_adagrad(0.3, **HELD),
+}
+
+
+@pytest.mark.parametrize("name", HOLDING)
 @pytest.mark.parametrize("of_gradients", DTYPES)
 @pytest.mark.parametrize("of_params", DTYPES)
-def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, clip):
-    rng = np.random.default_rng(0)
-    tx = gx.drop_stale(gx.ftrl(0.3, **HELD, **clip), max_staleness=0)
+def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, name):
+    rng, is_ftrl = np.random.default_rng(0), name != "proximal_adagrad"
     w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
-    state = tx.init(w)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    state = HOLDING[name].init(w)
+    step = jax.jit(functools.partial(gx.apply_gradients, HOLDING[name]))
     for t in range(5):
-        g = jnp.asarray(gradients(rng, 64), of_gradients)
-        w, state = step(g, state, w, local_step=t)
-        # From the first step on, also if gradients have less precision than weights.
+        g = jnp.asarray(gradients(rng, 64), of_gradients) * (1 if is_ftrl else 3)
+        w, state = step(g, state, w, **{"local_step": t} if name == "gated" else {})
         assert w.dtype == of_params
-        assert np.all(np.asarray(w[32:]) == 0)
+        if is_ftrl:  # From the first step on, also if gradients have less precision.
+            assert np.all(np.asarray(w[32:]) == 0)
+    assert np.all(np.asarray(w[32:]) == 0)
     assert np.all(np.asarray(w[:32], np.float32) > 0)
 
 
@@ -93,30 +102,25 @@ def test_a_gradient_that_is_not_finite_is_not_hidden_by_l1(make, bad):
     np.testing.assert_array_equal(np.isnan(updates), [True, False])
 
 
-def test_a_rate_of_zero_changes_nothing():
+@pytest.mark.parametrize("multiplied", [False, True])
+def test_a_rate_of_zero_changes_nothing(multiplied):
     """A warm-up may begin with it, and a decay may end with it."""
     rates = jnp.array([0.0, 0.5, 0.0, 0.25])
-    for multiplied in (False, True):
-        make = functools.partial(
-            gx.ftrl, **HELD, multiply_linear_by_learning_rate=multiplied
-        )
-        tx, without = make(lambda t: rates[t]), make(lambda t: rates[2 * t + 1])
-        w = other = jnp.array([1.0, -2.0])
-        state, state_without = tx.init(w), without.init(w)
-        for t in range(4):
-            before = w, state.sum_of_squares, state.linear
-            w, state = gx.apply_gradients(tx, jnp.array([3.0, 0.1]), state, w)
-            if t % 2 == 0:
-                for was, now in zip(
-                    before, (w, state.sum_of_squares, state.linear), strict=True
-                ):
-                    np.testing.assert_array_equal(was, now)
-                continue
-            other, state_without = gx.apply_gradients(
-                without, jnp.array([3.0, 0.1]), state_without, other
-            )
-            np.testing.assert_allclose(w, other, rtol=1e-6)
-        assert state.count == 4
+    make = functools.partial(
+        gx.ftrl, **HELD, multiply_linear_by_learning_rate=multiplied
+    )
+    tx, without = make(lambda t: rates[t]), make(lambda t: rates[2 * t + 1])
+    g, w = jnp.array([3.0, 0.1]), jnp.array([1.0, -2.0])
+    trained, expected = (w, tx.init(w)), (w, without.init(w))
+    for t in range(4):
+        before, trained = trained, gx.apply_gradients(tx, g, *trained[::-1])
+        if t % 2 == 0:
+            kept = ((w, s.sum_of_squares, s.linear) for w, s in (before, trained))
+            jax.tree.map(np.testing.assert_array_equal, *kept)
+        else:
+            expected = gx.apply_gradients(without, g, *expected[::-1])
+            np.testing.assert_allclose(trained[0], expected[0], rtol=1e-6)
+    assert trained[1].count == 4
 
 
 def test_a_falling_rate_shrinks_weights_unless_linear_is_multiplied_by_it():
@@ -174,20 +178,6 @@ def test_a_traced_power_gives_the_numbers_of_a_known_one(power):
 
 
 # Proximal Adagrad is the other transformation that computes weights.
-
-
-@pytest.mark.parametrize("of_gradients", DTYPES)
-@pytest.mark.parametrize("of_params", DTYPES)
-def test_proximal_adagrad_makes_weights_exactly_zero(of_params, of_gradients):
-    rng = np.random.default_rng(0)
-    tx = gx.proximal_adagrad(0.3, **HELD)
-    w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
-    state = tx.init(w)
-    for _ in range(3):
-        g = jnp.asarray(gradients(rng, 64), of_gradients)
-        w, state = gx.apply_gradients(tx, 3 * g, state, w)
-    assert np.all(np.asarray(w[32:]) == 0)
-    assert np.all(np.asarray(w[:32]) != 0)
 
 
 def test_proximal_adagrad_leaves_weights_that_no_gradient_has_reached():

@@ -30,7 +30,12 @@ WRAPS = {
     "accumulate": lambda make: gx.accumulate(make(RATE), 2, skip_nonfinite=True),
     "conditional_accumulator": lambda make: gx.conditional_accumulator(make(RATE), 2),
 }
+# Outside of master_weights optax wants updates in the dtype of the gradients.
+INSIDE = WRAPS | {
+    "apply_if_finite": lambda make: optax.apply_if_finite(make(RATE), 2),
+}
 LATE = "drop_stale", "conditional_accumulator"
+WITH_NAN = "skip_spikes", "accumulate", "apply_if_finite"
 
 
 def draw(seed, dtype=jnp.bfloat16):
@@ -54,7 +59,7 @@ def trained(tx, dtype, name=""):
         grads, extra = draw(t + 1, dtype), {}
         if name in LATE:
             extra = {"local_step": jnp.int32(0 if t == 2 else 100)}
-        elif name in ("skip_spikes", "accumulate") and t == 2:
+        elif name in WITH_NAN and t == 2:
             grads = jax.tree.map(lambda g: g * jnp.nan, grads)
         params, state = step(params, state, grads, extra)
     assert jax.tree.map(jax.typeof, state) == types
@@ -63,7 +68,7 @@ def trained(tx, dtype, name=""):
 
 @functools.cache
 def in_float32(name):
-    params, _ = trained(WRAPS[name](optax.adamw), jnp.float32, name)
+    params, _ = trained(INSIDE[name](optax.adamw), jnp.float32, name)
     assert np.abs(params["w"] - draw(0, jnp.float32)["w"]).max() > RATE
     return params
 
@@ -86,9 +91,9 @@ def test_wrappers_around_master_weights_see_no_difference(name):
     assert {x.dtype for x in jax.tree.leaves(sums)} <= {jnp.dtype(jnp.float32)}
 
 
-@pytest.mark.parametrize("name", WRAPS)
+@pytest.mark.parametrize("name", INSIDE)
 def test_wrappers_inside_master_weights_see_float32(name):
-    tx = gx.master_weights(WRAPS[name](optax.adamw))
+    tx = gx.master_weights(INSIDE[name](optax.adamw))
     got = gx.get_master_weights(*trained(tx, jnp.bfloat16, name))
     for k, expected in in_float32(name).items():
         np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=1e-5)
@@ -112,32 +117,37 @@ def test_wrappers_and_a_state_in_8_bits(name, outside):
         np.testing.assert_allclose(params[k], expected, atol=RATE)
 
 
-def test_a_stop_for_infinite_gradients_goes_inside():
-    """Outside of it optax wants updates in the dtype of the gradients."""
-    tx = gx.master_weights(optax.apply_if_finite(optax.adamw(RATE), 2))
-    got = gx.get_master_weights(*trained(tx, jnp.bfloat16, "skip_spikes"))
-    for k, expected in in_float32("skip_spikes").items():
-        np.testing.assert_allclose(got[k], expected, rtol=1e-5, atol=1e-5)
-
-
 LOW = functools.partial(gx.low_bit_state, block_axis=-1, min_size=1)
-# With the same optimizer in float32, and how near it comes.
+ADAMW, ADAGRAD, WITH_ROWS = optax.adamw(0.1), gx.adagrad(0.1), gx.lazy(optax.adamw(0.1))
+# With the same optimizer in float32.
 TABLES = {
-    "adagrad inside": (gx.master_weights(gx.adagrad(0.1)), gx.adagrad(0.1), 1e-6),
-    "lazy inside": (
-        gx.master_weights(gx.lazy(optax.adamw(0.1))),
-        gx.lazy(optax.adamw(0.1)),
-        1e-6,
-    ),
-    "lazy around": (
-        gx.lazy(gx.master_weights(optax.adamw(0.1))),
-        gx.lazy(optax.adamw(0.1)),
-        1e-6,
-    ),
+    "adagrad inside": (gx.master_weights(ADAGRAD), ADAGRAD),
+    "lazy inside": (gx.master_weights(WITH_ROWS), WITH_ROWS),
+    "lazy around": (gx.lazy(gx.master_weights(ADAMW)), WITH_ROWS),
     "8 bits": (
-        gx.lazy(gx.master_weights(LOW(optax.adamw(0.1)), residual_dtype="int8")),
-        gx.lazy(optax.adamw(0.1)),
-        2e-2,
+        gx.lazy(gx.master_weights(LOW(ADAMW), residual_dtype="int8")),
+        WITH_ROWS,
+    ),
+}
+INJECT = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
+# What the error below and the page say.
+SAID = {
+    "injected": (gx.master_weights(INJECT(gx.adagrad)(0.1)), ADAGRAD),
+    "lazy injected": (
+        gx.master_weights(INJECT(lambda rate: gx.lazy(optax.adamw(rate)))(0.1)),
+        WITH_ROWS,
+    ),
+    "injected outside": (
+        INJECT(lambda rate: gx.master_weights(gx.adagrad(rate)))(rate=0.1),
+        ADAGRAD,
+    ),
+    "lazy around injected": (
+        gx.lazy(gx.master_weights(INJECT(optax.adamw)(0.1))),
+        WITH_ROWS,
+    ),
+    "sum around": (  # The mean is dense, so its decay would reach every row.
+        gx.accumulate(gx.lazy(gx.master_weights(optax.adam(0.1))), 2),
+        gx.accumulate(gx.lazy(optax.adam(0.1)), 2),
     ),
 }
 
@@ -163,16 +173,17 @@ def pushed(tx, table):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("name", TABLES | SAID)
 def test_a_step_reads_and_writes_the_touched_rows_of_a_table(name):
-    tx, plain, tol = TABLES[name]
+    tx, plain = (TABLES | SAID)[name]
     start = jnp.ones((20000, 8), jnp.bfloat16)
     table, state = pushed(tx, start)
     expected, _ = pushed(plain, start.astype(jnp.float32))
     got = gx.get_master_weights(table, state)
-    np.testing.assert_allclose(got, expected, atol=tol)
+    np.testing.assert_allclose(got, expected, atol=2e-2 if name == "8 bits" else 2e-6)
     moved = np.flatnonzero((np.asarray(got) != 1).any(1)).tolist()
     assert moved == [1, 7, 4000]
+    assert np.abs(expected - 1).max() > 0.05
     residual = np.asarray(optax.tree.get(state, "residual"))
     assert set(np.flatnonzero(residual.any(1))) <= set(moved)
 
@@ -224,41 +235,6 @@ def test_an_inner_transformation_that_takes_no_rows_is_named():
         tx.update(grads, tx.init(table), table)
 
 
-def with_rows(rate):
-    return gx.lazy(optax.adamw(rate))
-
-
-INJECT = functools.partial(optax.inject_hyperparams, hyperparam_dtype=jnp.float32)
-# What the error and the page say, each with what it is in float32.
-SAID = {
-    "inside": (gx.master_weights(INJECT(gx.adagrad)(0.1)), gx.adagrad(0.1)),
-    "lazy inside": (gx.master_weights(INJECT(with_rows)(0.1)), with_rows(0.1)),
-    "outside": (
-        INJECT(lambda rate: gx.master_weights(gx.adagrad(rate)))(rate=0.1),
-        gx.adagrad(0.1),
-    ),
-    "lazy around": (
-        gx.lazy(gx.master_weights(INJECT(optax.adamw)(0.1))),
-        with_rows(0.1),
-    ),
-    "sum around": (
-        gx.accumulate(gx.lazy(gx.master_weights(optax.adamw(0.1))), 2),
-        gx.accumulate(with_rows(0.1), 2),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", SAID)
-def test_an_inner_transformation_takes_rows_as_the_error_says(name):
-    tx, plain = SAID[name]
-    start = jnp.ones((5000, 8), jnp.bfloat16)
-    table, state = pushed(tx, start)
-    expected, _ = pushed(plain, start.astype(jnp.float32))
-    got = gx.get_master_weights(table, state)
-    np.testing.assert_allclose(got, expected, atol=2e-6)
-    assert np.abs(expected - 1).max() > 0.05
-
-
 MIXED = {
     "half": jnp.ones((4, 2), jnp.bfloat16),
     "full": jnp.ones(2),
@@ -267,21 +243,10 @@ MIXED = {
 
 
 @pytest.mark.parametrize("residual_dtype", ["int16", "int8"])
-def test_tools_for_states_take_that_of_parameters_in_two_precisions(residual_dtype):
+def test_a_state_of_parameters_in_two_precisions_is_saved_leaf_by_leaf(residual_dtype):
+    """As EasyLM saves and reads it: flattened, each leaf as bytes."""
     tx = gx.master_weights(optax.adam(RATE), residual_dtype=residual_dtype)
     state = tx.init(MIXED)
-    names = jax.tree.map_with_path(lambda path, _: path[0].key, MIXED)
-    found = optax.tree.map_params(
-        tx,
-        lambda x, name: x if isinstance(x, optax.MaskedNode) else name,
-        state,
-        names,
-        transform_non_params=lambda _: "none",
-        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
-    )
-    assert found.residual == names | {"full": optax.MaskedNode()}
-    assert optax.tree.get(found, "mu") == names
-    # As EasyLM saves and reads it: flattened, each leaf as bytes.
     flat = traverse_util.flatten_dict(serialization.to_state_dict(state))
     saved = {path: serialization.to_bytes(x) for path, x in flat.items()}
     read = {path: serialization.from_bytes(None, x) for path, x in saved.items()}
@@ -324,30 +289,17 @@ SERVED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
 def test_a_server_sends_half_precision_and_goes_on_from_its_state(name):
-    servers = [gx.ParameterServer(draw(0), SERVED[name]) for _ in range(2)]
-    first, second = servers
-
-    def push(server, seed):
-        params, step = server.pull()
-        assert {p.dtype for p in params.values()} == {jnp.dtype(jnp.bfloat16)}
+    tx, params = SERVED[name], draw(0)
+    first, second = (gx.ParameterServer(params, tx) for _ in range(2))
+    state = tx.init(params)
+    for seed, server in ((1, first), (2, first), (3, first), (9, second)):
+        if server is second:
+            second.restore(first.state())
+        pulled, step = server.pull()
+        assert {p.dtype for p in pulled.values()} == {jnp.dtype(jnp.bfloat16)}
         assert server.push(draw(seed), step).applied
-
-    for seed in range(1, 4):
-        push(first, seed)
-    second.restore(first.state())
-    for server in servers:
-        push(server, 9)
-    states = [
-        [np.asarray(x) for x in jax.tree.leaves((s.state()["params"], s.state()))]
-        for s in servers
-    ]
-    for a, b in zip(*states, strict=True):
-        assert a.dtype == b.dtype
-        np.testing.assert_array_equal(a, b)
-    # To those of a loop that has no server.
-    params, state = draw(0), SERVED[name].init(draw(0))
-    for seed in (1, 2, 3, 9):
-        params, state = gx.apply_gradients(SERVED[name], draw(seed), state, params)
+        # The same in a loop that has no server.
+        params, state = gx.apply_gradients(tx, draw(seed), state, params)
     pulled, _ = second.pull()
     for k in params:
         np.testing.assert_allclose(

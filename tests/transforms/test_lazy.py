@@ -386,23 +386,17 @@ def test_extra_arguments_like_the_parameters_lose_the_other_rows_too():
     chex.assert_trees_all_close(got, expected, rtol=1e-5)
 
 
-def test_a_leaf_without_a_gradient_keeps_its_state():
-    tx, params = gx.lazy(optax.adam(0.1)), params_of()
-    for missing in "dense", "b":
-        grads = next(pushes())
-        if missing == "dense":
-            grads["dense"] = [None]
-        else:
-            grads["tables"]["b"] = None
-        state = tx.init(params)
-        after, state = gx.apply_gradients(tx, grads, state, params)
-        for tree, before in (after, params), (state[0].mu, tx.init(params)[0].mu):
-            both = tree, before
-            kept = (
-                t["dense"] if missing == "dense" else t["tables"]["b"] for t in both
-            )
-            chex.assert_trees_all_equal(*kept)
-            assert np.any(tree["tables"]["a"] != before["tables"]["a"])
+@pytest.mark.parametrize("missing", ["dense", "b"])
+def test_a_leaf_without_a_gradient_keeps_its_state(missing):
+    tx, params, grads = gx.lazy(optax.adam(0.1)), params_of(), next(pushes())
+    where = grads if missing == "dense" else grads["tables"]
+    where[missing] = jax.tree.map(lambda _: None, where[missing], is_leaf=is_sparse)
+    before = params, tx.init(params)[0].mu
+    after, state = gx.apply_gradients(tx, grads, tx.init(params), params)
+    for new, old in zip((after, state[0].mu), before, strict=True):
+        kept = ((t if missing == "dense" else t["tables"])[missing] for t in (new, old))
+        chex.assert_trees_all_equal(*kept)
+        assert np.any(new["tables"]["a"] != old["tables"]["a"])
 
 
 def test_boxes_of_flax_stay():
@@ -742,6 +736,18 @@ def test_any_update_is_the_dense_one_or_refused(names, height, width, more, seed
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 
 
+def both(f):
+    """The updates of ``f`` by the row and by a dense gradient, from these rows."""
+    tx, params = on_arrays(f), {"t": jnp.zeros((6, 2))}
+
+    def update(tx, given, indices, values):
+        g = given({"t": gx.IndexedSlices(indices, values, (6, 2))})
+        return dense(tx.update(g, tx.init(params), params)[0])["t"]
+
+    by_row = functools.partial(update, gx.lazy(tx), lambda g: g)
+    return by_row, functools.partial(update, tx, dense)
+
+
 COLLECTIVES = {
     "psum": functools.partial(jax.lax.psum, axis_name="i"),
     "pmax": functools.partial(jax.lax.pmax, axis_name="i"),
@@ -755,11 +761,10 @@ COLLECTIVES = {
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_rows_of_other_devices_are_refused(name, over):
     """Row 0 of a device would meet row 3 of another."""
-    tx, params = gx.lazy(on_arrays(COLLECTIVES[name])), {"t": jnp.zeros((6, 2))}
+    by_row, _ = both(COLLECTIVES[name])
 
     def update(index):
-        g = {"t": gx.IndexedSlices(index, jnp.ones((1, 2)), (6, 2))}
-        return tx.update(g, tx.init(params), params)[0]["t"].densify()
+        return by_row(index, jnp.ones((1, 2)))
 
     indices = jnp.array([[0], [3]])
     if over == "vmap":
@@ -779,18 +784,10 @@ def test_rows_of_other_devices_are_refused(name, over):
 
 def test_a_number_may_be_summed_over_devices():
     """It is one number for all rows, as without ``lazy``."""
-    tx = on_arrays(lambda x: x * jax.lax.psum(entries(x), "i"))
-    params = {"t": jnp.zeros((6, 2))}
-
-    def update(tx, index):
-        g = {"t": gx.IndexedSlices(index, 1.0 + jnp.ones((1, 2)), (6, 2))}
-        g = g if tx is lazy else dense(g)
-        return dense(tx.update(g, tx.init(params), params)[0])["t"]
-
-    lazy, indices = gx.lazy(tx), jnp.array([[0], [3]])
+    indices, values = jnp.array([[0], [3]]), jnp.full((2, 1, 2), 2.0)
     got, wanted = (
-        jax.vmap(functools.partial(update, t), axis_name="i")(indices)
-        for t in (lazy, tx)
+        jax.vmap(update, axis_name="i")(indices, values)
+        for update in both(lambda x: x * jax.lax.psum(entries(x), "i"))
     )
     np.testing.assert_array_equal(got, wanted)
 
@@ -810,17 +807,9 @@ DERIVATIVES = {
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize("derive", [jax.jacrev, jax.jacfwd], ids=["rev", "fwd"])
 def test_derivatives_through_it_are_the_dense_ones(name, derive, wrap):
-    indices, values = [4, 0, 6, 1, 2, 3, 5], draw(3, 7, 2)
-    tx, params = on_arrays(DERIVATIVES[name]), {"t": jnp.zeros((6, 2))}
-
-    def update(tx, values):
-        g = {"t": gx.IndexedSlices(indices, values, (6, 2))}
-        g = g if tx is lazy else dense(g)
-        return dense(tx.update(g, tx.init(params), params)[0])["t"]
-
-    lazy = gx.lazy(tx)
+    given = jnp.array([4, 0, 6, 1, 2, 3, 5]), draw(3, 7, 2)
     got, wanted = (
-        wrap(derive(functools.partial(update, t)))(values) for t in (lazy, tx)
+        wrap(derive(update, argnums=1))(*given) for update in both(DERIVATIVES[name])
     )
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
     assert np.any(wanted)
@@ -833,11 +822,10 @@ def test_a_derivative_that_mixes_rows_is_refused():
 
     f.defjvp(lambda x, t: (f(*x), jnp.cumsum(*t, axis=0)))
 
-    lazy, params = gx.lazy(on_arrays(f)), {"t": jnp.zeros((6, 2))}
+    by_row, _ = both(f)
 
     def total(values):
-        g = {"t": gx.IndexedSlices([4, 2], values, (6, 2))}
-        return jnp.sum(lazy.update(g, lazy.init(params), params)[0]["t"].values)
+        return jnp.sum(by_row(jnp.array([4, 2]), values))
 
     assert total(jnp.ones((2, 2))) == 8
     with pytest.raises(TypeError, match="may mix rows, by 'cumsum'"):

@@ -100,44 +100,6 @@ def test_a_rate_without_a_sign_descends(rate):
     assert updates.tolist() == [-2.0]
 
 
-def test_a_step_sums_repeated_rows_and_writes_the_new_rows():
-    """Row 2 is given twice, 4 is padding, and nothing else of the table moves."""
-    rows = np.array([[1, 2], [3, 4], [5, 6], [9, 9]], "float32")
-    state = np.arange(8, dtype="float32").reshape(4, 2)
-    updates = {
-        "dense": jnp.full(2, 2.0),
-        "frozen": None,
-        "table": gx.IndexedSlices([2, 0, 2, 4], rows, (4, 2)),
-    }
-    before = {"dense": jnp.ones(2), "frozen": jnp.ones(3), "table": jnp.asarray(state)}
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), before)
-    factors = {"dense": 3.0, "frozen": 5.0, "table": 7.0}
-
-    @jax.jit
-    def step(updates, *state):
-        return boundary.map_step(
-            lambda g, s, n, factor: (g * factor, s + g**2, n.astype(g.dtype) + g),
-            updates,
-            state,
-            factors,
-        )
-
-    new, squares, sums = step(updates, before, narrow)
-    summed = np.zeros((4, 2), "float32")
-    np.add.at(summed, [2, 0, 2], rows[:3])
-    at = np.array([[True], [False], [True], [False]])
-    np.testing.assert_array_equal(new["table"].densify(), 7 * summed)
-    np.testing.assert_array_equal(squares["table"], state + summed**2)
-    np.testing.assert_array_equal(
-        sums["table"].astype("float32"), np.where(at, state + summed, state)
-    )
-    np.testing.assert_array_equal(new["dense"], [6, 6])
-    np.testing.assert_array_equal(squares["dense"], [5, 5])
-    assert new["frozen"] is None
-    assert squares["frozen"].tolist() == [1, 1, 1]
-    assert jax.tree.map(jax.typeof, sums) == jax.tree.map(jax.typeof, narrow)
-
-
 LINKS = gx.clip_by_global_norm(1.0), gx.clip_by_norm(1.0), gx.clip_by_zscore()
 CHAIN = optax.chain(*LINKS, gx.adagrad(0.1, row_wise=True, clipnorm=1.0))
 
