@@ -120,7 +120,11 @@ def needed(lowered, memory):
         # The number is rounded.
         return max(float(refused[1] or refused[2]), memory + 0.005), None
     host = found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
-    return found.peak_memory_in_bytes / 2**30, host / 2**30
+    # The sum has some reserve of the compiler's. The peak also counts the host.
+    total = found.argument_size_in_bytes + found.temp_size_in_bytes
+    total += found.output_size_in_bytes - found.alias_size_in_bytes
+    chip = min(total, found.peak_memory_in_bytes) / 2**30
+    return min(chip, memory), host / 2**30  # What it accepts fits.
 
 
 def largest(need: Callable[[int], float], memory, first):
