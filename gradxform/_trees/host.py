@@ -78,11 +78,7 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     'pinned_host'
     """
     checks.length("min_size", min_size, checks.COUNTS)
-    if not versions.keeps_memory_kinds():
-        raise NotImplementedError(
-            "on_host needs JAX 0.10.2 or later, which keeps results in the host's "
-            f"memory, got {jax.__version__}."
-        )
+    versions.check_memory_kinds("on_host")
     last: Any = ()
 
     def move(path: Path, x: Any) -> Any:  # Any leaf.

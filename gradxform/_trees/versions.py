@@ -135,12 +135,16 @@ def adds_in_backward_pass() -> bool:
     return set(axis_names()) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
-def keeps_memory_kinds() -> bool:
-    """Whether results can lie in the host's memory: older ones are always on devices.
+def check_memory_kinds(name: str) -> None:
+    """Raises ``NotImplementedError`` if a step has no results in the host's memory.
 
-    JAX for CPU knows it from 0.10.2 on.
+    JAX for CPU has them from 0.10.2 on; before, they are always on devices.
     """
-    return jax.__version_info__ >= (0, 10, 2)
+    if jax.__version_info__ < (0, 10, 2):
+        raise NotImplementedError(
+            f"{name} needs JAX 0.10.2 or later, which keeps results in the host's "
+            f"memory, got {jax.__version__}."
+        )
 
 
 def jit_is_disabled() -> bool:
