@@ -308,28 +308,30 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(
 
 
 @pytest.mark.parametrize(
-    ("tx", "dtype", "bound"),
+    ("tx", "dtype", "two_passes"),
     [
-        (optax.sgd(0.1), "float32", 0.26),
-        (optax.adamw(0.1), "float32", 0.26),
-        (optax.adamw(0.1), "bfloat16", 0.01),
+        (optax.sgd(0.1), "float32", False),
+        (optax.adamw(0.1), "float32", False),
+        (optax.adamw(0.1), "bfloat16", False),
+        (optax.chain(CLIP, optax.adamw(0.1)), "float32", True),
+        (optax.chain(CLIP, optax.adamw(0.1)), "bfloat16", True),
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
-def test_layers_keep_no_array_of_their_gradients(tx, dtype, bound):
-    """Each is applied in the backward pass. It would be 1.42, 1.42 and 1.17 N."""
+def test_layers_keep_no_array_of_their_gradients(tx, dtype, two_passes):
+    """Each is applied in the backward pass. It would be 1.05 to 1.42 N."""
     chip = mesh("v5e:2x2")
     params = placed(transformer(16, 1024, vocabulary=256, dtype=dtype), chip)
     state = placed(jax.eval_shape(tx.init, params), chip)
     tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), chip)
 
     def temporary(layers):
-        step = gx.minimize(next_tokens, tx, layers=layers)
+        step = gx.minimize(next_tokens, tx, layers=layers, two_passes=two_passes)
         compiled = step.lower(params, state, tokens).compile()
         return compiled.memory_analysis().temp_size_in_bytes / size_on_a_chip(params)
 
-    assert temporary(("layers",)) <= bound
-    assert temporary(()) > bound + 0.9
+    assert temporary(("layers",)) <= 0.02
+    assert temporary(()) > 1
 
 
 @pytest.mark.parametrize(
