@@ -108,7 +108,7 @@ def written(arrays: T) -> T:
     """:func:`together` for what is written in place, but not for TPU.
 
     Its compiler writes each array of a layer as soon as it is known. So it keeps fewer
-    of them: 0.25 N instead of 0.4 N.
+    of them: 0.003 N instead of 0.05 N for float32 AdamW on v5e.
     """
     return on_tpu(lambda x: x, together)(arrays)
 
