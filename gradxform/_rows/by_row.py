@@ -114,8 +114,8 @@ class Notes:
 
     Attributes:
       results: those of equations that reduce layers, or whose results are scalars.
-      parts: what one layer gives to a reduction of layers, and the function that makes
-        its result of the parts of all layers, which have a first axis.
+      parts: for each reduction of layers, its function and the part of one layer. The
+        function takes the parts of all layers, along a first axis.
     """
 
     results: dict[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)

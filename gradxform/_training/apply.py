@@ -131,9 +131,9 @@ def minimize(
     that a ``scan`` goes over to the sum itself, from JAX 0.12 on. So no array holds the
     gradients of all layers, 1 N. The numbers are the same. It takes parameters that go
     into the ``scan`` as they are, are read nowhere else, and have the dtype of the sum.
-    A ``weight`` goes through the backward pass. So with one, a loss that has a rule of
-    ``jax.custom_vjp`` or numbers in float16 takes the ordinary way. So does one whose
-    ``jax.checkpoint`` moves activations to the host.
+    A ``weight`` goes through the backward pass. So with a weight, a loss with a rule of
+    ``jax.custom_vjp`` or with numbers in float16 takes the ordinary way. So does a loss
+    whose ``jax.checkpoint`` moves activations to the host.
 
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
@@ -144,24 +144,24 @@ def minimize(
         tree, or a function ``params -> tree``; by default all. For the others no
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
-      layers: paths of parameters, as ``"decoder/layers"``, also of trees of them. They
-        are stacks: one ``jax.lax.scan`` of the loss goes over all of them, as in models
-        with ``flax.linen.scan`` or ``flax.nnx.scan``, and nothing else reads them. The
-        loss may cast and transpose them first. It may also reshape them into groups of
-        layers, for a scan in each turn of a scan. Then a group counts as one layer. The
-        backward pass applies ``tx`` to each layer as soon as its gradient is known, so
-        no array of the gradients of all layers is made, which is 1 N, the bytes of the
-        parameters. The numbers are those of the step without ``layers``. The backward
-        pass computes each layer again, as with ``jax.checkpoint``. The update of a
-        layer may read this layer, the loss and scalars, but no other layer and no
-        gradient of another parameter. It runs for each layer, and once for the rest, so
-        ``jax.debug.print`` in it prints that often.
+      layers: paths of parameters, or of trees of them, such as ``"decoder/layers"``.
+        They are stacks: one ``jax.lax.scan`` of the loss goes over all of them, as in
+        models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them.
+        The loss may cast and transpose them first. It may also reshape them into groups
+        of layers, for a scan inside of a scan. Then a group counts as one layer. The
+        backward pass applies ``tx`` to each layer as soon as its gradient is known. So
+        no array holds the gradients of all layers, 1 N: the bytes of the parameters.
+        The numbers are those of the step without ``layers``. The backward pass computes
+        each layer again, as with ``jax.checkpoint``. The update of a layer may read
+        this layer, the loss and scalars, but no other layer and no gradient of another
+        parameter. It runs once for each layer, and once for the rest, and so does a
+        ``jax.debug.print`` in it.
       two_passes: whether ``tx`` may also read sums over all gradients of the
-        ``layers``, their maximum and the like, as a clip by their norm does, a gate
-        that looks for NaN, or :func:`skip_spikes`. A first backward pass finds them out
-        and keeps no gradient. It costs the time of one more backward pass, with each
-        push. A sum that depends on another sum, as in ``optax.lamb``, would take a
-        third.
+        ``layers``, their maximum and the like. A clip by their norm does so, and so do
+        :func:`skip_spikes` and a gate that looks for NaN. A first backward pass
+        computes these sums and keeps no gradient. It costs the time of one more
+        backward pass, with each push. A sum that depends on another sum, as in
+        ``optax.lamb``, would need a third pass, so it is an error.
       donate: whether the step may reuse the memory of ``params`` and ``state``. Then do
         not use them again. Shared arrays are copied first: a hyperparameter that is an
         array of yours, or parameters with which a state begins. With False both stay
@@ -174,12 +174,12 @@ def minimize(
       ``update`` takes it.
 
     Raises:
-      ValueError: no parameter is trainable, or ``tables`` names no leaf of them,
-        or one that is not trainable; or so does ``layers``, or it names one that
-        is not what one ``scan`` goes over.
-      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation, or mixes
-        ``layers``, as a clip by the norm of all gradients does without
-        ``two_passes``; or there are ``layers`` and ``tables``.
+      ValueError: no parameter is trainable; ``tables`` or ``layers`` names no parameter,
+        or one that is not trainable; or ``layers`` names one that no single ``scan``
+        goes over.
+      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
+        ``layers``, as a clip by the norm of all gradients does without ``two_passes``;
+        or there are both ``layers`` and ``tables``.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.

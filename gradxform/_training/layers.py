@@ -92,7 +92,7 @@ def step(
     """The step of :func:`minimize` with the stacks at these paths.
 
     ``loss_fn(learning)`` returns a loss and its aux, and ``extra_of(loss)`` the extra
-    arguments. With ``two_passes`` a first backward pass finds out the sums over all
+    arguments. With ``two_passes`` a first backward pass computes the sums over all
     gradients. Returns both results of the loss, new parameters and new state.
     """
     flat, structure = maps.flatten(learning)
@@ -360,7 +360,7 @@ class _Update:
     def after_first_pass(
         self, backward: _Backward, stacks: Numbered
     ) -> tuple[_Update, Numbered]:
-        """The same, but it knows what the reductions of all gradients give.
+        """The same, with the results of the reductions of all gradients.
 
         Also returns the stacks, which are as before.
         """

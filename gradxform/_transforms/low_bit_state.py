@@ -90,9 +90,9 @@ def low_bit_state(
     r"""Keeps the large arrays of an optimizer's state in 8 bits.
 
     Each array is divided into blocks along its last axis but one, or, if
-    ``block_axis=-1`` or if it has only one, along the last. So is an array of two axes
-    if the first one has fewer than ``block_size`` entries and the last one has not, as
-    the vectors of stacked layers. A block has one scale :math:`m = \max \lvert s
+    ``block_axis=-1`` or if it has only one, along the last. An array of two axes is
+    divided along the last one, too, if only the first one has fewer than ``block_size``
+    entries. The vectors of stacked layers are such an array. A block has one scale :math:`m = \max \lvert s
     \rvert`, and for each entry ``s`` a code of 8 bits:
 
     .. math:: c = \begin{cases}

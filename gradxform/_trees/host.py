@@ -1,8 +1,8 @@
-"""Arrays in the host's memory, and what a step brings of them to its device.
+"""Arrays in the host's memory, and how a step brings them to its device.
 
-The type of an array says which memory it lies in. JAX computes with no array in the
-host's memory: it has to be brought, or a layer of it. Nothing here changes an array
-that lies on the device.
+The type of an array says which memory it lies in. JAX does not compute with an array in
+the host's memory. A step brings it to the device first, or one layer of it. Nothing
+here changes an array that lies on the device.
 """
 
 from __future__ import annotations
@@ -25,24 +25,26 @@ DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     r"""Puts the large arrays of an optimizer's state into the host's memory.
 
-    :func:`minimize` with ``layers`` brings one layer of them at a time, and writes it
-    back, so a step needs room for about two layers of the state. The numbers are those
-    of a state on the device, and the new state lies where the given one lies.
+    :func:`minimize` with ``layers`` brings one layer of them at a time to the device,
+    and writes it back. So a step needs room for about two layers of the state. The
+    numbers are those of a state on the device. The new state lies where the given one
+    lies.
 
-    :func:`apply_gradients` and a :func:`minimize` without ``layers`` bring all of it,
-    the state of each parameter as soon as its gradient is known. On v5e this saves
-    memory if activations are larger than the state. Otherwise it needs more: a
-    transformer of stacked layers 4.7 N instead of 3.8 N, the bytes of its parameters.
-    A push that a gate does not apply moves nothing of the state behind the gate.
+    :func:`apply_gradients` and a :func:`minimize` without ``layers`` bring all of it:
+    the state of each parameter comes as soon as its gradient is known. On v5e this
+    saves memory if activations are larger than the state. Otherwise a step needs more
+    memory. With N, the bytes of its parameters, a transformer of stacked layers needs
+    4.7 N instead of 3.8 N. A push that a gate does not apply moves nothing of the state
+    behind the gate.
 
     Under ``jax.jit`` the arrays of a new state are moved one after another, and zeros
-    layer by layer. So the state of ``optax.adamw`` may be larger than the device. What
-    needs more room can be made on CPU and moved by ``jax.device_put``; so it is with
-    the residual of :func:`master_weights`.
+    layer by layer. So the state of ``optax.adamw`` may be larger than the device. A
+    state that needs more room, as that of :func:`master_weights` for its residual, can
+    be made on CPU and moved by ``jax.device_put``.
 
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
-    and return them in it: JAX pairs donated buffers with results by shape and order,
-    and the process ends if their memories differ.
+    and return them in the same order. JAX pairs donated buffers with results by shape
+    and order, and the process ends if their memories differ.
 
     The memory is ``pinned_host``, which JAX has for CPU, too. Each of several processes
     keeps its part. Loops that call ``update`` by themselves get an error of JAX about
@@ -50,10 +52,10 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     the device.
 
     Args:
-      tree: arrays, as of ``tx.init(params)``, under ``jax.jit``, too; or
-        ``jax.ShapeDtypeStruct`` with shardings, as a checkpoint needs them.
-      min_size: from how many entries on an array is moved, ≥ 1: its shape over all
-        devices counts. Smaller ones stay, and so do those of 8 bits, as the compiler
+      tree: arrays, such as ``tx.init(params)``, also under ``jax.jit``; or
+        ``jax.ShapeDtypeStruct`` with shardings, for a checkpoint.
+      min_size: how many entries an array must have to be moved, ≥ 1. The entries on all
+        devices count. Smaller arrays stay. So do arrays of 8 bits, because the compiler
         for TPU takes no layer of them from the host.
 
     Returns:
@@ -102,8 +104,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
 def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
     """An array in the host's memory; it is moved after the last one.
 
-    Otherwise the compiler would make all arrays first. In a loop over layers it makes
-    zeros layer by layer.
+    Otherwise the compiler would make all arrays before it moves one. In a loop over
+    layers it makes zeros layer by layer.
     """
     if not has_layers(x, 0) or jax.typeof(x).sharding.spec[0]:
         return jax.device_put(compilers.together((x, last))[0], _HOST)
@@ -164,8 +166,8 @@ def put_back(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
 def has_layers(x: jax.Array, axis: int) -> bool:
     """Whether the compiler for TPU can take layers along ``axis`` from the host.
 
-    It fails on layers that are no matrices. Of 16-bit numbers along the last axis but
-    one, and of 8-bit numbers, it makes two copies of the whole array.
+    It fails on layers that are no matrices. It copies the whole array twice if its
+    numbers have 8 bits, or 16 bits and layers along one of the last two axes.
     """
     layer = (*x.shape[:axis], *x.shape[axis + 1 :])
     bits = 8 * x.dtype.itemsize
