@@ -66,6 +66,10 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
       ValueError: ``min_size`` is below 1, or a ``jax.ShapeDtypeStruct`` has no
         sharding.
 
+    References:
+      Ren et al., `ZeRO-Offload <https://arxiv.org/abs/2101.06840>`__, 2021.
+      JAX, `memory spaces <https://docs.jax.dev/en/latest/201/memory-spaces.html>`__.
+
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> tx = optax.sgd(0.1, momentum=0.9)
     >>> params = {"layers": jnp.ones((4, 8, 8))}
