@@ -174,9 +174,9 @@ def minimize(
       ``update`` takes it.
 
     Raises:
-      ValueError: no parameter is trainable; ``tables`` or ``layers`` names no parameter,
-        or one that is not trainable; or ``layers`` names one that no single ``scan``
-        goes over.
+      ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
+        parameter, or one that is not trainable; or ``layers`` names one that no single
+        ``scan`` goes over.
       TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
         ``layers``, as a clip by the norm of all gradients does without ``two_passes``;
         or there are both ``layers`` and ``tables``.

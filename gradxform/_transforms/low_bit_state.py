@@ -92,8 +92,8 @@ def low_bit_state(
     Each array is divided into blocks along its last axis but one, or, if
     ``block_axis=-1`` or if it has only one, along the last. An array of two axes is
     divided along the last one, too, if only the first one has fewer than ``block_size``
-    entries. The vectors of stacked layers are such an array. A block has one scale :math:`m = \max \lvert s
-    \rvert`, and for each entry ``s`` a code of 8 bits:
+    entries. The vectors of stacked layers are such an array. A block has one scale
+    :math:`m = \max \lvert s \rvert`, and for each entry ``s`` a code of 8 bits:
 
     .. math:: c = \begin{cases}
           round(255 \cdot (s / m)^{1/4}) & \text{if no entry of the block is negative}
