@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeGuard, TypeVar, overload
+from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -176,8 +176,8 @@ def value_and_grad(
             value = loss_fn(jax.tree.unflatten(treedef, mixed), *batch, **kwargs)
             return value if has_aux else (value, None)
 
-        # To each reading -0.0 is added, which changes no bit. The gradient of that is
-        # the gradient of the rows.
+        # Each reading has an offset: zeros that count as added to the rows, without
+        # memory for them. Their gradient is the gradient of the rows.
         run, types = readings.trace(loss, dense, named, paths)
 
         def with_offsets(
@@ -190,16 +190,14 @@ def value_and_grad(
                 there = jax.typeof(rows).sharding
                 if jax.typeof(zeros).sharding.mesh != there.mesh:
                     zeros = jax.sharding.reshard(zeros, there)
-                return rows + zeros
+                return _plus(rows, zeros)
 
             (value, aux), ids = run(dense, on_rows)
             return value, (aux, ids)
 
         both = jax.value_and_grad(with_offsets, argnums=(0, 1), has_aux=True)
         with mesh_context(map(jnp.asarray, maps.stored(list(leaves.values())))):
-            offsets = {
-                i: [-constants.zeros_of_type(t) for t in types[i]] for i in named
-            }
+            offsets = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
             (value, (aux, ids)), (grads, rows) = both(dense, offsets)
         for i, table in named.items():
             grads[i] = _slices(ids[i], rows[i], table)
@@ -247,3 +245,20 @@ def _slices(
         jnp.concatenate(flat_rows or [jnp.zeros((0, *row), table.dtype)]),
         table.shape,
     )
+
+
+_Two: TypeAlias = tuple[jax.Array, jax.Array]
+
+
+@jax.custom_jvp
+def _plus(rows: jax.Array, zeros: jax.Array) -> jax.Array:
+    """``rows + zeros``, without the addition."""
+    del zeros
+    return rows
+
+
+@_plus.defjvp
+def _plus_jvp(primals: _Two, tangents: _Two) -> _Two:
+    rows, _ = primals
+    rows_dot, zeros_dot = tangents
+    return rows, rows_dot + zeros_dot
