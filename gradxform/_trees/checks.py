@@ -6,6 +6,7 @@ Only concrete values are checked. A traced value (a hyperparameter under ``jit``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -62,19 +63,26 @@ def in_range(
     value = real(value)
     if isinstance(value, jax.core.Tracer):
         return value
-    is_int = type(value) is int  # Of any size: NumPy could not hold all of them.
-    if not is_int and (np.shape(value) or not is_real(value)):
+    given = value
+    if type(value) is int and abs(value) > np.iinfo(np.int32).max:
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf if value > 0 else -math.inf
+    array = np.asarray(value)
+    if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    number = value if is_int else np.asarray(value).item()
+    number = array.item()
     above = low < number if interval.startswith("(") else low <= number
     below = number < high if interval.endswith(")") else number <= high
     if not (above and below):  # NaN compares false with everything and ends here.
-        raise ValueError(f"{name} must be in {interval}, got {number!r}.")
+        shown = given if type(given) is int else number
+        raise ValueError(f"{name} must be in {interval}, got {shown!r}.")
     widest = jnp.finfo(jnp.result_type(float))  # float64 only with jax_enable_x64.
     if "inf]" not in interval and abs(number) > float(widest.max):
         raise ValueError(f"{name} must be finite in {widest.dtype}, got {number!r}.")
-    return float(value) if is_int and abs(value) > np.iinfo(np.int32).max else value
+    return value
 
 
 def is_real(value: object) -> bool:
