@@ -40,6 +40,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     needs more room can be made on CPU and moved by ``jax.device_put``; so it is with
     the residual of :func:`master_weights`.
 
+    Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
+    after the first step, and compiles the second one again.
+
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
     and return them in it: JAX pairs donated buffers with results by shape and order,
     and the process ends if their memories differ.
