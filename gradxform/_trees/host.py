@@ -42,6 +42,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     state that needs more room, as that of :func:`master_weights` for its residual, can
     be made on CPU and moved by ``jax.device_put``.
 
+    Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
+    after the first step, and compiles the second one again.
+
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
     and return them in the same order. JAX pairs donated buffers with results by shape
     and order, and the process ends if their memories differ.

@@ -183,6 +183,15 @@ def test_donated_arrays_are_written_in_place():
     assert state[0].mu["blocks"]["w"].unsafe_buffer_pointer() == place
 
 
+def test_the_second_step_is_not_compiled_again():
+    tx, params = optax.adam(0.1), jax.device_put(start(), jax.devices()[0])
+    step = gx.minimize(loss_fn, tx, layers=["blocks"])
+    state = jax.jit(lambda p: on_host(tx.init(p)))(params)
+    for number in range(2):
+        params, state, _ = step(params, state, batch(number))
+    assert step._cache_size() == 1
+
+
 def test_what_stays():
     tree = {
         "large": jnp.ones((4, 16)),
