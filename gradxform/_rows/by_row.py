@@ -404,7 +404,9 @@ class ByRow(NamedTuple):
         """As :func:`apply`, of what is not known already."""
         missing = _missing(inputs)
         if missing and name not in _IN_PARTS:
-            if eqn.effects and not missing[0].is_given:
+            # A sum over a mesh axis is an effect, too, but only its result counts.
+            is_act = eqn.effects and (not eqn.outvars or jaxprs.calls_host(eqn))
+            if is_act and not (missing[0].is_given or self.takes_notes):
                 raise MixedRowsError(missing[0].reason)
             return [missing[0].used(eqn)] * len(eqn.outvars)
         try:

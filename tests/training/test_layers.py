@@ -604,6 +604,33 @@ def test_in_shard_map():
     chex.assert_trees_all_close(trained(("blocks",)), trained(()), rtol=2e-6, atol=1e-6)
 
 
+def test_a_clip_over_a_mesh_axis():
+    """Each device has a part of each layer, so the norm is a sum over devices, too."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
+    parts = {"blocks": {"w": P(None, None, "model"), "b": P(None, "model")}}
+    params = {"blocks": start()["blocks"]}
+    clip = gx.clip_by_global_norm(0.05, axis_name="model")
+    tx = optax.chain(clip, optax.sgd(0.5))
+
+    def loss_fn(params):
+        def body(x, w):
+            part = jnp.sum(jnp.sin(w["w"]) @ jnp.cos(w["b"]))
+            return x + jax.lax.psum(part, "model"), None
+
+        return jax.lax.scan(body, 0.0, params["blocks"])[0] ** 2
+
+    def trained(layers):
+        step = gx.minimize(loss_fn, tx, layers=layers, two_passes=True, donate=False)
+        run = functools.partial(jax.shard_map, mesh=mesh, in_specs=(parts,))
+        run = jax.jit(run(lambda p: step(p, tx.init(p))[0], out_specs=parts))
+        return run(run(params))
+
+    chex.assert_trees_all_close(trained(("blocks",)), trained(()), rtol=2e-6, atol=1e-6)
+    got, wanted = trained(("blocks",)), params
+    moved = optax.tree.norm(jax.tree.map(jnp.subtract, got, wanted))
+    assert 0.02 < moved < 0.0501  # Two clipped steps of 0.5 · 0.05.
+
+
 # Errors.
 
 
