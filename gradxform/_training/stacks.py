@@ -2,8 +2,8 @@
 
 A stack is an input of the jaxpr, and every use of it is an equation. It may be cast,
 transposed or divided into groups of layers, and then one ``scan`` goes over it. A cast
-is repeated for each layer. So no other part of the loss needs the whole stack. For a
-``scan`` over groups, each of which has a ``scan`` of its own, a group is a layer.
+is repeated for each layer. So no other part of the loss needs the whole stack. If a
+``scan`` goes over groups, and another one inside of it over layers, a group is a layer.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def nested(p, ids, y):
 
 
 def grouped(p, ids, y):
-    """A scan over groups of two layers, each of which has a scan of its own."""
+    """A scan over groups of two layers, and inside of it a scan over layers."""
     w = {"w": p["blocks"]["w"].reshape(2, -1), "b": p["blocks"]["b"]}
     w["b"] = w["b"].T.astype(jnp.bfloat16).T.reshape(2, -1, WIDTH)
 
