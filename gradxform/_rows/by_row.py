@@ -401,7 +401,7 @@ class ByRow(NamedTuple):
     def attempt(
         self, name: str, inputs: list[Any], eqn: JaxprEqn, higher: JaxprEqn
     ) -> list[Any] | None:
-        """As :func:`apply`, of what is not known already."""
+        """As :func:`apply`, but takes nothing from the notes."""
         missing = _missing(inputs)
         if missing and name not in _IN_PARTS:
             # A sum over a mesh axis is an effect, too, but only its result counts.

@@ -24,6 +24,7 @@ from gradxform._rows.by_row import (
     Missing,
     MixedRowsError,
     Notes,
+    Place,
     Program,
     Table,
 )
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 # Arrays by the number of their leaf, or by their position.
 Numbered = dict[int, jax.Array]
+# What a layer gives to reductions of all layers.
+LayerParts = dict[Place, jax.Array]
 
 _LATER = (
     "its update of a layer reads gradients of other parameters, which are known only "
@@ -130,10 +133,10 @@ def step(
 
 # What is done with a layer:
 # (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
-_OfLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, Any]]
+_OfLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]]
 # The backward pass:
 # (whole arrays, _OfLayer) -> whole arrays, gradients of all other leaves, what it gave
-_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered, Any]]
+_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered, LayerParts]]
 
 
 def _forward(
@@ -180,7 +183,9 @@ def _forward(
     differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
     (_, results), (of_made, of_values) = differentiated(made, values)
 
-    def backward(wholes: Numbered, apply: _OfLayer) -> tuple[Numbered, Numbered, Any]:
+    def backward(
+        wholes: Numbered, apply: _OfLayer
+    ) -> tuple[Numbered, Numbered, LayerParts]:
         real, _ = _divided(inputs)
 
         def layer(held: Any, x: Any) -> tuple[Any, Any]:
@@ -262,7 +267,12 @@ class _Update:
     ) -> _Update:
         """Traces the step of ``tx``."""
 
-        def whole(params: Any, state: Any, grads: Any, extra: Any) -> tuple[Any, Any]:
+        def whole(
+            params: optax.Params,
+            state: optax.OptState,
+            grads: optax.Updates,
+            extra: dict[str, object],
+        ) -> tuple[gate.Outcome, optax.OptState]:
             return gate.step(tx, grads, state, params, extra, whole=True)
 
         # Parameters stand for the gradients, which have their types.
@@ -307,7 +317,9 @@ class _Update:
         """Parameters and state that have layers."""
         return {n: self.leaves[n] for n in self.replaced if n in self.along}
 
-    def run(self, by: ByRow, args: Numbered, reason: str) -> dict[int, Any]:
+    def run(
+        self, by: ByRow, args: Numbered, reason: str
+    ) -> dict[int, jax.Array | Missing]:
         """The results for some arguments; ``reason`` says why others are missing."""
         missing = Missing(reason, is_given=True)
         values = [args.get(n, missing) for n in self.given]
@@ -318,17 +330,18 @@ class _Update:
         """New leaves that have layers, or those that have none."""
         with _explained(self.by):
             new = self.run(self.by, args, reason)
-            new = {n: x for n, x in new.items() if (n in self.along) == has_layers}
-            for x in new.values():
-                if isinstance(x, Missing):
-                    raise MixedRowsError(x.reason)
-        return new
+            there: Numbered = {}
+            for n, x in new.items():
+                if (n in self.along) == has_layers:
+                    if isinstance(x, Missing):
+                        raise MixedRowsError(x.reason)
+                    there[n] = x
+        return there
 
     def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
         """The arguments of layer ``i``."""
-        every = {**dict(enumerate(self.leaves)), **wholes}
         args = {
-            n: host.layer(every[n], i, x.table.layers, x.axis)
+            n: host.layer(wholes.get(n, self.leaves[n]), i, x.table.layers, x.axis)
             for n, x in self.along.items()
         }
         return args | self.gradients(grads)
@@ -339,7 +352,7 @@ class _Update:
 
     def of_layer(
         self, i: jax.Array, wholes: Numbered, grads: Numbered
-    ) -> tuple[Numbered, None]:
+    ) -> tuple[Numbered, LayerParts]:
         """With layer ``i`` after its step."""
         args = self.rows(i, wholes, grads)
         new = compilers.written(self.there(args, _LATER, has_layers=True))
@@ -347,7 +360,7 @@ class _Update:
             n: host.with_layer(x, new[n], i, self.along[n].axis)
             for n, x in wholes.items()
         }
-        return wholes, None
+        return wholes, {}
 
     def of_others(
         self, wholes: Numbered, grads: Numbered
@@ -366,7 +379,9 @@ class _Update:
         """
         notes = Notes()
 
-        def note(i: jax.Array, wholes: Numbered, grads: Numbered) -> tuple[Any, Any]:
+        def note(
+            i: jax.Array, wholes: Numbered, grads: Numbered
+        ) -> tuple[Numbered, LayerParts]:
             nonlocal notes  # Another trace has other values.
             notes = Notes()
             by = self.by._replace(notes=notes, takes_notes=True)

@@ -52,9 +52,9 @@ class Stack(NamedTuple):
     made_by: tuple[JaxprEqn, ...] = ()
 
     def axes(self) -> list[int]:
-        """The axis of the layers: of the stack, and then of what each equation makes.
+        """The axis of the layers in the stack, then in each equation's result.
 
-        It is the first axis of the variable.
+        In the last result, the variable, it is the first axis.
         """
         axes = [0]
         for eqn in reversed(self.made_by):

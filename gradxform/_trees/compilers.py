@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,7 @@ def written(arrays: T) -> T:
     return on_tpu(lambda x: x, together)(arrays)
 
 
-def part(x: Any, i: jax.Array, number: int, axis: int) -> jax.Array:  # An array.
+def part(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
     """Part ``i`` of ``number`` equal ones along an axis."""
     size = x.shape[axis] // number
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
