@@ -23,7 +23,7 @@ RATE = 3e-3
 GUARDS = {
     "no guard": optax.adam(RATE),
     "clip": optax.chain(gx.clip_by_global_norm(1.0), optax.adam(RATE)),
-    "clip by z-score": optax.chain(gx.clip_by_zscore(), optax.adam(RATE)),
+    "clip by z-score": optax.chain(gx.contrib.clip_by_zscore(), optax.adam(RATE)),
     "skip": gx.skip_spikes(optax.adam(RATE), window=32),
     "skip_nonfinite": gx.accumulate(optax.adam(RATE), 1, skip_nonfinite=True),
     "apply_if_finite": optax.apply_if_finite(optax.adam(RATE), 5),

@@ -32,7 +32,8 @@ Each part of it is a pure ``optax.GradientTransformation`` and composes with opt
 
 One class stands outside the flow and drives it: :class:`ParameterServer`. Workers on
 many threads, or on many machines through Ray, pull parameters from it and push
-gradients to it. :mod:`gradxform.engines` runs such workers.
+gradients to it. :mod:`gradxform.engines` runs such workers. Methods of single papers
+are in :mod:`gradxform.contrib`: their arguments may still change.
 """
 
 import importlib as _importlib
@@ -56,12 +57,7 @@ from gradxform._late.delayed import delayed as delayed
 from gradxform._late.drop_stale import DropStaleState as DropStaleState
 from gradxform._late.drop_stale import drop_stale as drop_stale
 from gradxform._late.gate import GatedTransformation as GatedTransformation
-from gradxform._late.measure_cosine import (
-    MeasureCosineState as MeasureCosineState,
-)
-from gradxform._late.measure_cosine import measure_cosine as measure_cosine
 from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
-from gradxform._late.scale_by_worker import scale_by_worker as scale_by_worker
 from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
 from gradxform._late.skip_spikes import skip_spikes as skip_spikes
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
@@ -78,22 +74,12 @@ from gradxform._training.local_steps import local_steps as local_steps
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad
-from gradxform._transforms.alignment import MomentumAlignment as MomentumAlignment
-from gradxform._transforms.clip_by_zscore import ClipByZscoreState as ClipByZscoreState
-from gradxform._transforms.clip_by_zscore import clip_by_zscore as clip_by_zscore
 from gradxform._transforms.clipping import (
     ClipByGlobalNormState as ClipByGlobalNormState,
 )
 from gradxform._transforms.clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._transforms.clipping import clip_by_norm as clip_by_norm
 from gradxform._transforms.clipping import global_norm as global_norm
-from gradxform._transforms.delayed_nesterov import (
-    ScaleByDelayedNesterovState as ScaleByDelayedNesterovState,
-)
-from gradxform._transforms.delayed_nesterov import delayed_nesterov as delayed_nesterov
-from gradxform._transforms.delayed_nesterov import (
-    scale_by_delayed_nesterov as scale_by_delayed_nesterov,
-)
 from gradxform._transforms.ftrl import FtrlState as FtrlState
 from gradxform._transforms.ftrl import ftrl as ftrl
 from gradxform._transforms.learning_rate import (
@@ -111,16 +97,6 @@ from gradxform._transforms.master_weights import (
     get_master_weights as get_master_weights,
 )
 from gradxform._transforms.master_weights import master_weights as master_weights
-from gradxform._transforms.momentum_look_ahead import (
-    ScaleByMomentumLookAheadState as ScaleByMomentumLookAheadState,
-)
-from gradxform._transforms.momentum_look_ahead import (
-    momentum_look_ahead as momentum_look_ahead,
-)
-from gradxform._transforms.momentum_look_ahead import (
-    scale_by_momentum_look_ahead as scale_by_momentum_look_ahead,
-)
-from gradxform._transforms.momentum_look_ahead import worker_start as worker_start
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd
@@ -139,9 +115,10 @@ from gradxform._trees.host import on_host as on_host
 
 __version__ = "0.1.0"
 
-# Server and engines are imported when one of their names is first used: most trainings
-# need neither.
+# These are imported when one of their names is first used: most trainings need none of
+# them.
 if _typing.TYPE_CHECKING:
+    from gradxform import contrib as contrib
     from gradxform import engines as engines
     from gradxform._ray.parameter_server import ParameterServer as ParameterServer
     from gradxform._server.records import PushResult as PushResult
@@ -149,6 +126,7 @@ if _typing.TYPE_CHECKING:
     from gradxform._server.records import ServerStats as ServerStats
 else:  # Type checkers would take `__getattr__` to have every name.
     _LATER = {
+        "contrib": "contrib",
         "engines": "engines",
         "ParameterServer": "_ray.parameter_server",
         "PushResult": "_server.records",
@@ -161,7 +139,7 @@ else:  # Type checkers would take `__getattr__` to have every name.
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = _importlib.import_module(f"gradxform.{_LATER[name]}")
-        return module if name == "engines" else getattr(module, name)
+        return module if name == _LATER[name] else getattr(module, name)
 
     def __dir__() -> list[str]:
         return __all__

@@ -19,6 +19,11 @@ import optax
 import gradxform as gx
 
 
+def factory(name: str) -> Callable[..., Any]:
+    """A public function or class of gx, or of gx.contrib."""
+    return getattr(gx if hasattr(gx, name) else gx.contrib, name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Descriptor:
     name: str  # of the public factory
@@ -67,7 +72,7 @@ class Descriptor:
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The factory's parameters by their names."""
-        return inspect.signature(getattr(gx, self.name)).parameters
+        return inspect.signature(factory(self.name)).parameters
 
     def like_updates(self, grads: Any, params: Any) -> Any:
         """The gradients in the dtypes that its updates have."""
@@ -100,7 +105,7 @@ class Descriptor:
         return jax.tree.leaves(jax.eval_shape(self.make().init, params))
 
     def make(self, **more: Any) -> optax.GradientTransformationExtraArgs:
-        return getattr(gx, self.name)(**self.arguments(**more))
+        return factory(self.name)(**self.arguments(**more))
 
     def __str__(self) -> str:
         return f"{self.name}-{self.variant}" if self.variant else self.name
@@ -230,7 +235,7 @@ DESCRIPTORS = (
     Narrow("momentum_look_ahead", RATE | {"mu_dtype": jnp.bfloat16}),
     Dense(
         "momentum_look_ahead",
-        RATE | {"b1": 0.5, "alignment": gx.MomentumAlignment()},
+        RATE | {"b1": 0.5, "alignment": gx.contrib.MomentumAlignment()},
         "heloco",
     ),
     Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
@@ -405,8 +410,8 @@ UNGATED = [row for row in DESCRIPTORS if not getattr(row.make(), "guard", None)]
 # All that is public. from_config makes one of the others.
 TRANSFORMATIONS = [
     name
-    for name in gx.__all__
-    if inspect.isfunction(make := getattr(gx, name))
+    for name in (*gx.__all__, *dir(gx.contrib))
+    if inspect.isfunction(make := factory(name))
     and "Transformation" in make.__annotations__["return"]
     and name != "from_config"
 ]

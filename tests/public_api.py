@@ -25,7 +25,7 @@ def entries() -> list[str]:
     from gradxform import keras  # It takes seconds, and most tests do without it.
 
     found = []
-    for module in (gx, gx.engines, keras):
+    for module in (gx, gx.contrib, gx.engines, keras):
         found += of_module(module, module.__name__)
     # No signature has these, and an update has to be called with them.
     for row in listing.rows():

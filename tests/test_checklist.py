@@ -20,7 +20,7 @@ from tests.descriptors import DESCRIPTORS, KEPT, NO_ORIGINAL, TRANSFORMATIONS
 ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
     name: getattr(module, name)
-    for module in (gx, gx.engines)
+    for module in (gx, gx.contrib, gx.engines)
     for name in dir(module)
     if not name.startswith("_") and not inspect.ismodule(getattr(module, name))
 }
@@ -78,7 +78,7 @@ def of_a_transformation(name):
                 f"tests/descriptors.py: a row in which {argument} changes the numbers",
                 command(name, "tests/test_contract.py"),
             )
-    has_row = re.search(rf"^\|.*\bgx\.({name}|{alias})\(", TABLES, re.M)
+    has_row = re.search(rf"^\|.*\bgx\.(contrib\.)?({name}|{alias})\(", TABLES, re.M)
     if bool(has_row) == bool({name, alias} & {*NO_ORIGINAL}):
         yield (
             f"docs/coming_from/: a row with gx.{alias}(...); if there is no original, "

@@ -157,7 +157,7 @@ CLIPPED = {
         grad_averaging=True,
         global_clipnorm=1.0,
     ),
-    "delayed_nesterov": gx.delayed_nesterov(0.1, num_delay=4, activation=0.1),
+    "delayed_nesterov": gx.contrib.delayed_nesterov(0.1, num_delay=4, activation=0.1),
 }
 
 
@@ -189,8 +189,11 @@ IN_HALF = {
         8,
     ),
     "clip-adamw": (optax.chain(CLIP, optax.adamw(0.1)), 11),
-    "delayed_nesterov": (gx.delayed_nesterov(0.1, num_delay=4), 13),  # So are its sums.
-    "momentum_look_ahead": (gx.momentum_look_ahead(0.1), 7),
+    "delayed_nesterov": (
+        gx.contrib.delayed_nesterov(0.1, num_delay=4),
+        13,
+    ),  # So are its sums.
+    "momentum_look_ahead": (gx.contrib.momentum_look_ahead(0.1), 7),
 }
 
 
@@ -293,8 +296,8 @@ def test_without_a_delay_there_is_no_ring():
     assert texts[0] == texts[1] == texts[2]
 
 
-COSINE = optax.chain(gx.measure_cosine(), gx.scale_by_learning_rate(0.1))
-HELOCO = gx.momentum_look_ahead(0.1, alignment=gx.MomentumAlignment())
+COSINE = optax.chain(gx.contrib.measure_cosine(), gx.scale_by_learning_rate(0.1))
+HELOCO = gx.contrib.momentum_look_ahead(0.1, alignment=gx.contrib.MomentumAlignment())
 
 
 @pytest.mark.parametrize(
@@ -414,7 +417,7 @@ def test_a_gate_around_the_step_makes_none_either(name):
 
 GUARDS = {
     "clip": (optax.chain(CLIP, gx.adagrad(0.1)), 0, 1),
-    "zscore": (optax.chain(gx.clip_by_zscore(), gx.adagrad(0.1)), 0, 1),
+    "zscore": (optax.chain(gx.contrib.clip_by_zscore(), gx.adagrad(0.1)), 0, 1),
     "skip": (gx.skip_spikes(gx.adagrad(0.1)), 0, 1),
     "around": (gx.skip_spikes(gx.accumulate(gx.adagrad(0.1), 4)), 0, 1),
     # The sum is added leaf by leaf: one gradient of four layers is there at a time.

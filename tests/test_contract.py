@@ -19,7 +19,7 @@ import pytest
 
 import gradxform as gx
 from tests import oracles
-from tests.descriptors import DESCRIPTORS, UNGATED
+from tests.descriptors import DESCRIPTORS, UNGATED, factory
 
 REAL = ("float16", "bfloat16", "float32", "float64")
 COMPLEX = ("complex64", "complex128")
@@ -444,7 +444,7 @@ def static(row):
 def test_inject_hyperparams(row, compiled, standard_promotion):
     """Inside, every number is a traced float32. It widens no gradient in half."""
     skip_if_wide(row)
-    tx = optax.inject_hyperparams(getattr(gx, row.name), static_args=static(row))(
+    tx = optax.inject_hyperparams(factory(row.name), static_args=static(row))(
         **row.arguments()
     )
     # Its numbers have the widest dtype of the parameters.
@@ -468,7 +468,7 @@ def test_inject_hyperparams(row, compiled, standard_promotion):
 def test_inject_hyperparams_without_static_args(row):
     """Every number is traced, or an error says that it cannot be."""
     must_be = {*static(row)} - {"max_staleness"}  # That may be a schedule.
-    tx = optax.inject_hyperparams(getattr(gx, row.name))(**row.arguments())
+    tx = optax.inject_hyperparams(factory(row.name))(**row.arguments())
     fails = pytest.raises((TypeError, ValueError), match="static_args")
     with fails if must_be else contextlib.nullcontext():
         check_traced_types(row, tx, draw(1), draw(0))

@@ -13,7 +13,7 @@ import pytest
 import gradxform as gx
 from gradxform.__main__ import main
 from gradxform._demo import listing  # What the demo lists is public.
-from tests.descriptors import DESCRIPTORS
+from tests.descriptors import DESCRIPTORS, factory
 
 API = pathlib.Path(__file__).with_name("public_api.txt")
 
@@ -27,17 +27,17 @@ def public(module):
     )
 
 
-PUBLIC = public(gx)
+PUBLIC = sorted(public(gx) + public(gx.contrib))
 STATES = [name for name in PUBLIC if name.endswith("State")]
-RECORDS = [name for name in PUBLIC if hasattr(getattr(gx, name), "_fields")]
+RECORDS = [name for name in PUBLIC if hasattr(factory(name), "_fields")]
 # What a user calls. Only its wrappers make a gated transformation.
 CALLED = sorted({*PUBLIC} - {*RECORDS} - {"GatedTransformation", "ServerClosedError"})
-ROWS = {row.name: row for row in listing.rows()}
+ROWS = {row.name.removeprefix("contrib."): row for row in listing.rows()}
 
 
 @pytest.mark.parametrize("name", CALLED)
 def test_docstring_has_all_sections(name):
-    called = getattr(gx, name)
+    called = factory(name)
     doc = inspect.getdoc(called)
     if inspect.signature(called).parameters:
         assert "\nArgs:\n" in doc
@@ -51,8 +51,8 @@ def test_docstring_has_all_sections(name):
 
 @pytest.mark.parametrize("name", CALLED)
 def test_docstring_explains_every_argument(name):
-    doc = inspect.getdoc(getattr(gx, name))
-    for parameter in inspect.signature(getattr(gx, name)).parameters:
+    doc = inspect.getdoc(factory(name))
+    for parameter in inspect.signature(factory(name)).parameters:
         if parameter.startswith("_ray"):  # Ray adds it to an actor's class.
             continue
         assert re.search(rf"^  \*{{0,2}}{parameter}\b.*:", doc, re.M), parameter
@@ -60,8 +60,8 @@ def test_docstring_explains_every_argument(name):
 
 @pytest.mark.parametrize("name", RECORDS)
 def test_docstring_explains_every_field(name):
-    doc = inspect.getdoc(getattr(gx, name))
-    for field in getattr(gx, name)._fields:
+    doc = inspect.getdoc(factory(name))
+    for field in factory(name)._fields:
         assert re.search(rf"^  {field}: ", doc, re.M), field
 
 
@@ -70,8 +70,10 @@ def test_list_prints_every_public_name_but_states(columns, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", columns)
     main(["--list"])
     out = capsys.readouterr().out
-    engines = sorted(f"engines.{name}" for name in public(gx.engines))
-    known = [name for name in PUBLIC if name not in STATES] + engines
+    known = [name for name in public(gx) if name not in STATES]
+    for package in ("contrib", "engines"):
+        names = public(getattr(gx, package))
+        known += [f"{package}.{name}" for name in names if name not in STATES]
     # Keras is not imported here; tests/public_api.txt has its names.
     known += re.findall(r"^class gradxform\.(keras\.\w+)\(", API.read_text(), re.M)
     assert re.findall(r"^(\S+)$", out, re.M) == known

@@ -199,7 +199,7 @@ def test_nnx_forwards_extra_arguments():
 # State with fewer axes than its parameters, so the names of their axes do not fit it.
 SHORT = {
     "nu": gx.novograd(0.1),
-    "count": gx.delayed_nesterov(0.1, num_delay=2),
+    "count": gx.contrib.delayed_nesterov(0.1, num_delay=2),
     "sum_of_squares": gx.adagrad(0.1, row_wise=True),
     "row_counts": gx.conditional_accumulator(gx.adagrad(0.1), 1, reduction="row_mean"),
 }

@@ -15,6 +15,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from tests.descriptors import factory
 
 CASES = {
     f"{path.stem}:{case['name']}": case
@@ -73,13 +74,14 @@ def build(ours):
     if "inner" in options:
         options["inner"] = build(options["inner"])
     if "alignment" in options:
-        options["alignment"] = gx.MomentumAlignment(**options["alignment"])
+        options["alignment"] = gx.contrib.MomentumAlignment(**options["alignment"])
     rate = options.get("learning_rate")
     if isinstance(rate, np.ndarray | jax.Array) and rate.ndim:
         options["learning_rate"] = lambda count: jnp.asarray(rate)[count]
     densify = options.pop("densify", False)
     of_optax = name == "sgd" or name.startswith("optax.")
-    tx = getattr(optax if of_optax else gx, name.split(".")[-1])(**options)
+    make = getattr(optax, name.split(".")[-1]) if of_optax else factory(name)
+    tx = make(**options)
     return optax.chain(gx.densify(), tx) if densify else tx
 
 

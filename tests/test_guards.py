@@ -39,11 +39,11 @@ OUT_OF_RANGE = [
     (gx.ftrl, RATE | {"l2_regularization_strength": float("inf")}),
     (gx.ftrl, RATE | {"l2_shrinkage_regularization_strength": -1.0}),
     (gx.ftrl, RATE | {"beta": -1.0}),
-    (gx.delayed_nesterov, RATE | {"num_delay": 0}),
-    (gx.delayed_nesterov, NUM_DELAY | {"b1": 1.0}),
-    (gx.delayed_nesterov, NUM_DELAY | {"activation": 0.26}),
-    (gx.delayed_nesterov, NUM_DELAY | {"activation": -0.1}),
-    (gx.momentum_look_ahead, RATE | {"b1": 1.0}),
+    (gx.contrib.delayed_nesterov, RATE | {"num_delay": 0}),
+    (gx.contrib.delayed_nesterov, NUM_DELAY | {"b1": 1.0}),
+    (gx.contrib.delayed_nesterov, NUM_DELAY | {"activation": 0.26}),
+    (gx.contrib.delayed_nesterov, NUM_DELAY | {"activation": -0.1}),
+    (gx.contrib.momentum_look_ahead, RATE | {"b1": 1.0}),
     (gx.drop_stale, SGD | {"max_staleness": -1}),
     (gx.drop_stale, SGD | {"max_staleness": float("nan")}),
     (gx.scale_by_staleness, {"power": -1.0}),
@@ -53,9 +53,9 @@ OUT_OF_RANGE = [
     (gx.conditional_accumulator, SGD | {"num_required": 2, "max_staleness": -1}),
     (gx.accumulate, SGD | {"num_required": 0}),
     (gx.worker_mean, SGD | {"method": "all", "num_workers": 0}),
-    (gx.clip_by_zscore, {"threshold": -1}),
-    (gx.clip_by_zscore, {"decay": 1.5}),
-    (gx.clip_by_zscore, {"warmup": 0}),
+    (gx.contrib.clip_by_zscore, {"threshold": -1}),
+    (gx.contrib.clip_by_zscore, {"decay": 1.5}),
+    (gx.contrib.clip_by_zscore, {"warmup": 0}),
     (gx.skip_spikes, SGD | {"window": 1}),
     (gx.skip_spikes, SGD | {"sigmas": -1}),
     (gx.skip_spikes, SGD | {"window": 8, "warmup": 9}),
@@ -128,8 +128,8 @@ NO_INTEGER = [
     (gx.conditional_accumulator, SGD | {"num_required": 2}, "max_staleness"),
     (gx.accumulate, SGD, "num_required"),
     (gx.worker_mean, SGD | {"method": "all"}, "num_workers"),
-    (gx.delayed_nesterov, RATE, "num_delay"),
-    (gx.clip_by_zscore, {}, "warmup"),
+    (gx.contrib.delayed_nesterov, RATE, "num_delay"),
+    (gx.contrib.clip_by_zscore, {}, "warmup"),
     (gx.skip_spikes, SGD, "window"),
     (gx.skip_spikes, SGD, "warmup"),
 ]
@@ -314,9 +314,11 @@ REAL_DTYPES = [
 ]
 DTYPES = [
     lambda dtype: gx.novograd(0.1, mu_dtype=dtype),
-    lambda dtype: gx.momentum_look_ahead(0.1, mu_dtype=dtype),
-    lambda dtype: gx.delayed_nesterov(0.1, num_delay=2, mu_dtype=dtype),
-    lambda dtype: gx.delayed_nesterov(0.1, num_delay=2, accumulator_dtype=dtype),
+    lambda dtype: gx.contrib.momentum_look_ahead(0.1, mu_dtype=dtype),
+    lambda dtype: gx.contrib.delayed_nesterov(0.1, num_delay=2, mu_dtype=dtype),
+    lambda dtype: gx.contrib.delayed_nesterov(
+        0.1, num_delay=2, accumulator_dtype=dtype
+    ),
     lambda dtype: gx.delayed(optax.sgd(0.1), 2, ring_dtype=dtype),
     lambda dtype: gx.conditional_accumulator(
         optax.sgd(0.1), 2, accumulator_dtype=dtype

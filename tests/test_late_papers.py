@@ -260,7 +260,7 @@ def test_a_row_of_an_outer_optimizer_equals_the_authors_runs(method):
 
 
 # The rows whose authors have published no code, and where their equations are tested.
-EQUATIONS = {"Rescaled ASGD": "tests/late/test_scale_by_worker.py"}
+EQUATIONS = {"Rescaled ASGD": "tests/contrib/test_scale_by_worker.py"}
 
 
 @pytest.mark.parametrize("method", PAPERS)

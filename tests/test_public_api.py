@@ -29,9 +29,9 @@ def test_the_public_surface_equals_its_list():
 
 def test_an_alias_has_the_defaults_of_its_transformation():
     compared = set()
-    for name in gx.__all__:
-        make = getattr(gx, name)
-        alias = getattr(gx, name.removeprefix("scale_by_"), None)
+    public = {name: getattr(m, name) for m in (gx, gx.contrib) for name in dir(m)}
+    for name, make in public.items():
+        alias = public.get(name.removeprefix("scale_by_"))
         if inspect.isfunction(make) and alias not in (None, make):
             for parameter in inspect.signature(make).parameters.values():
                 same = inspect.signature(alias).parameters[parameter.name]

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.conftest import pairwise
-from tests.descriptors import DESCRIPTORS, UNGATED
+from tests.descriptors import DESCRIPTORS, UNGATED, factory
 
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
 # Inside shard_map a row has to be whole on its device if it shares an accumulator.
@@ -50,7 +50,7 @@ def make(row, mode):
     given = row.arguments(axis_name=("x", "y") if manual else None)
     if row.name == "accumulate":  # Its own axes are those of the data.
         given |= {"axis_name": None}
-    return getattr(gx, row.name)(**given), specs, place
+    return factory(row.name)(**given), specs, place
 
 
 # The rows of a public factory share one program, of dicts by row.

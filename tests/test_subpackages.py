@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "_transforms": {"_trees", "_rows"},
     "_late": {"_trees", "_rows"},
     "_training": {"_trees", "_rows", "_late"},
+    "contrib": {"_trees", "_rows", "_transforms", "_late"},
     "_server": {"_trees", "_rows", "_transforms", "_late", "_training"},
     "engines": {"_trees", "_rows", "_transforms", "_late", "_training", "_server"},
     "_ray": {

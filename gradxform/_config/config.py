@@ -47,6 +47,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     ``{"name": …}`` with the arguments as the other entries, nested as needed:
 
     - a transformation of gradxform: ``{"name": "adagrad", "learning_rate": 0.1}``;
+      one of ``gx.contrib`` has the same name here as there;
     - ``{"name": "chain", "transforms": [{…}, {…}]}``;
     - a transformation of optax: ``{"name": "optax.adamw", "learning_rate": 1e-3}``;
     - as an argument, a schedule of optax: ``{"name": "cosine_decay_schedule", …}``;
@@ -203,7 +204,7 @@ def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
             raise _unknown("name", name, makers(), f"{where}['name']")
         return _call(makers()[name], made, where)
     if key == "alignment":
-        return _call(gx.MomentumAlignment, made, where)
+        return _call(gx.contrib.MomentumAlignment, made, where)
     if key == "boundaries_and_scales":  # JSON's keys are strings.
         return _run(lambda: {int(str(k)): v for k, v in made.items()}, where)
     return made
@@ -258,7 +259,7 @@ def makers() -> dict[str, Callable[..., Any]]:
     public: dict[str, Any] = {}
     for module in (optax.contrib, optax.transforms, optax.schedules, optax):
         public |= {f"{module.__name__}.{k}": v for k, v in vars(module).items()}
-    public |= vars(gx) | vars(schedules) | vars(optax.schedules)
+    public |= vars(gx.contrib) | vars(gx) | vars(schedules) | vars(optax.schedules)
     public |= {"chain": _chain, "optax.chain": _chain, "from_config": None}
     return {k: v for k, v in public.items() if "._" not in k and _makes(k, v)}
 

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
-PACKAGES = ("", "engines", "keras")
+PACKAGES = ("", "contrib", "engines", "keras")
 ROOT = pathlib.Path(__file__).parents[1]
 
 

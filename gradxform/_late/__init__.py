@@ -14,8 +14,6 @@ push copies nothing.
 - ``lateness``: how late a gradient is, whether that is too late, what it then counts.
 - ``scale_by_staleness``, ``compensate_delay``: links to put inside a gate; they make a
   late gradient smaller, or correct it.
-- ``measure_cosine``: the first sign that late gradients make the training diverge.
-- ``scale_by_worker``: a factor for each worker.
 - ``workers``: the extra argument that says who has pushed.
 - ``counters``: finds the states of gates; ``global_step`` and ``staleness_fraction``.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.

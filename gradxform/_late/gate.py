@@ -24,7 +24,6 @@ import optax
 from gradxform._late import missing
 from gradxform._late.conditional import By, typed_cond
 from gradxform._late.counters import counted, has_gate
-from gradxform._late.measure_cosine import cosines
 from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
@@ -168,8 +167,7 @@ def step(
     """
     if gate := gate_of(tx):
         return _guarded(gate, updates, state, params, extra, whole=whole)
-    # Nobody else asks for flags.
-    if flags is not True and not (has_gate(state) or cosines(state)):
+    if flags is not True and not has_gate(state):  # Nobody else asks for flags.
         extra = missing.with_flags(extra)
     given, state = state, host.brought_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)

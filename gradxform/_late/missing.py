@@ -16,8 +16,7 @@ for the leaf is left out (:func:`chosen`), and the leaf's state is the old one
 
 A gate treats such a leaf by its own rules: some of its state is one vector for all
 leaves, and some starts again although a leaf has no gradient. So a gate inside gets
-``None`` as it is, and asks :func:`flags` which leaves have a gradient. A link whose one
-number comes from the state of all leaves asks, too: ``measure_cosine``.
+``None`` as it is, and asks :func:`flags` which leaves have a gradient.
 """
 
 from __future__ import annotations

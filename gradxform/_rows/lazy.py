@@ -21,7 +21,6 @@ _NOT_BY_ROW = {
     "ApplyEvery": _SUM,
     "ConditionalAccumulatorState": _SUM,
     "MultiStepsState": _SUM,
-    "MeasureCosineState": "compares whole gradients",
     "MuonState": "mixes the rows of a matrix",
     "SAMState": "takes several steps on the same rows, and each touches others",
 }

@@ -162,7 +162,7 @@ class Core:
                 jax.block_until_ready(leaves)
             with jax.transfer_guard_device_to_host("allow"):
                 counters = np.asarray(counted)  # Faster than `jax.device_get`.
-            global_step, dropped = map(int, counters[:2])
+            global_step, dropped = map(int, counters)
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
                 lost = self.lose(
@@ -182,8 +182,7 @@ class Core:
         self._first = self._first or self._last
         if stepped:
             self._wake()
-        cosines = counters[2:].view(np.float32).tolist()
-        return PushResult(applied, staleness, global_step, *cosines)
+        return PushResult(applied, staleness, global_step)
 
     # Waiting.
 

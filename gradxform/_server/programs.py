@@ -10,11 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
-from gradxform._late.measure_cosine import cosines
 from gradxform._rows import boundary
 from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks
@@ -109,8 +107,7 @@ class PushPrograms:
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             """The counters are one small array: the host waits for one transfer.
 
-            They are the global step, how many pushes were dropped (0 or 1), and the
-            bits of the cosine if the transformation measures one.
+            They are the global step, and how many pushes were dropped: 0 or 1.
             """
             arrays = specs.arrays(leaves)
             params, state = arrays["params"], arrays["state"]
@@ -120,8 +117,7 @@ class PushPrograms:
                 self._tx, grads, state, params, local_step=local_step, **extra
             )
             counters = [outermost(state, "global_step"), dropped(state) - before]
-            bits = [lax.bitcast_convert_type(x, jnp.int32) for x in cosines(state)[:1]]
-            return jax.tree.leaves((params, state)), jnp.stack(counters + bits)
+            return jax.tree.leaves((params, state)), jnp.stack(counters)
 
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
         options = {

@@ -25,14 +25,11 @@ class PushResult(NamedTuple):
       applied: False if a gate has left it out: it was stale, a spike or not finite.
       staleness: steps taken since the worker's local step.
       global_step: after the push.
-      cosine: the cosine between the last two gradients that acted, if the
-        transformation has a :func:`measure_cosine`; otherwise None.
     """
 
     applied: bool
     staleness: int
     global_step: int
-    cosine: float | None = None
 
 
 class ServerClosedError(RuntimeError):

@@ -39,10 +39,10 @@ def local_steps(
 
     These are the steps of :func:`minimize`, one after the other, in one program. ``g``
     is the pseudo-gradient. An outer optimizer on the server, such as
-    :func:`delayed_nesterov`, takes it for a gradient at the parameters that were
-    pulled. With plain SGD at a learning rate of 1 and a single worker, the server would
-    arrive where the worker is. Workers talk to the server only once in H steps: this is
-    local SGD, federated averaging, or DiLoCo.
+    :func:`~gradxform.contrib.delayed_nesterov`, takes it for a gradient at the
+    parameters that were pulled. With plain SGD at a learning rate of 1 and a single
+    worker, the server would arrive where the worker is. Workers talk to the server only
+    once in H steps: this is local SGD, federated averaging, or DiLoCo.
 
     The local optimizer's state is the worker's own and goes on from one call to the
     next. The pulled parameters stay valid.
@@ -90,7 +90,7 @@ def local_steps(
     ...     return jnp.mean((x @ params["w"] - y) ** 2)
     >>> x = jax.random.normal(jax.random.key(0), (8, 16, 3))  # eight batches of 16
     >>> y = x @ jnp.array([1.0, -2.0, 0.5])
-    >>> outer = gx.drop_stale(gx.delayed_nesterov(1.0, 0.5, num_delay=2), 4)
+    >>> outer = gx.drop_stale(gx.contrib.delayed_nesterov(1.0, 0.5, num_delay=2), 4)
     >>> server = gx.ParameterServer({"w": jnp.zeros(3)}, outer)
     >>> local = gx.adagrad(0.1)
     >>> steps = gx.local_steps(loss_fn, local)

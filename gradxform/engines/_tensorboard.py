@@ -26,9 +26,6 @@ class TensorBoard:
     has moved. A point at that step describes the pushes since the last point:
 
     - ``loss`` and ``gradient norm``: their means; the norm is from before any clip;
-    - ``gradient cosine``: its mean, if the transformation has a
-      :func:`~gradxform.measure_cosine`; a value near 1 warns that the training may
-      diverge;
     - ``staleness``: a histogram of how many steps late they were, one bucket a step;
     - ``seconds computing``, ``seconds until answered``: the two parts of a gradient's
       time, in which it becomes late: the worker's, and that of the way and the server;
@@ -168,9 +165,6 @@ class TensorBoard:
             # TensorFlow calls it "Gradient staleness percentage", and writes this tag.
             "Gradient_staleness_percentage": counts.dropped / (step + 1),
         }
-        cosines = [p.result.cosine for p in pushes if p.result.cosine is not None]
-        if cosines:
-            scalars["gradient cosine"] = sum(cosines) / len(cosines)
         computing = sum(push.computing for push in pushes)
         busy = sum(push.time - push.started for push in pushes)
         idle = sum(push.waited for push in pushes)

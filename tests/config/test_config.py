@@ -111,8 +111,8 @@ def test_numbers_of_a_record_are_a_dict():
     numbers = {"aligned": 0.5, "eps": 1}
     tx = gx.from_config({**config, "alignment": numbers})
     assert gx.get_config(tx) == {**config, "alignment": numbers}
-    align = gx.MomentumAlignment(**numbers)
-    agree(tx, gx.momentum_look_ahead(0.1, alignment=align))
+    align = gx.contrib.MomentumAlignment(**numbers)
+    agree(tx, gx.contrib.momentum_look_ahead(0.1, alignment=align))
     where = r"config\['alignment'\]"
     for given, error, message in (
         ({"align": 1}, ValueError, where + ": unknown key 'align'"),

@@ -502,25 +502,6 @@ def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path
     assert not steps_in(tmp_path)
 
 
-def test_a_repeated_push_of_a_resumed_run_has_its_cosine(tmp_path):
-    grads = {"w": jnp.array([3.0, 4.0])}
-    tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
-    job = make_job(9, count=2)._replace(params={"w": jnp.zeros(2)}, tx=tx)
-
-    with engines.simulated(job, checkpoint=tmp_path) as run:
-        push = run.server.push
-        push(grads, 0, push_id=(0, 0))
-        answer = push({"w": jnp.array([4.0, 3.0])}, 1, push_id=(0, 1))
-        unknown = push({"w": jnp.array([jnp.nan, 3.0])}, 2, push_id=(1, 0))
-    assert answer.cosine == pytest.approx(24 / 25)
-    with engines.simulated(job, checkpoint=tmp_path) as run:
-        seen = run.server.pull()[1]
-        assert run.server.push(grads, seen, push_id=(0, 1)) == answer
-        again = run.server.push(grads, seen, push_id=(1, 0))
-    assert again[:3] == unknown[:3]
-    assert np.isnan([again.cosine, unknown.cosine]).all()
-
-
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_server_of_a_run_cannot_be_restored(engine, count):
     """The run would wait for pushes that the server takes for others, without end."""

@@ -12,9 +12,7 @@ import sys
 import threading
 import time
 
-import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tensorboardX
 from tensorboard.backend.event_processing import (
@@ -23,7 +21,6 @@ from tensorboard.backend.event_processing import (
 )
 
 import gradxform as gx
-from gradxform import engines
 from gradxform._server.records import GlobalStep  # Only a server makes one.
 from gradxform.engines import Counts, Push, TensorBoard, WorkerCounts
 
@@ -158,26 +155,6 @@ def check_histogram(histogram, values):
     assert len(ends) <= 2 * len(found)
     moments = histogram.num, histogram.sum, histogram.sum_squares
     assert moments == (len(values), values.sum(), np.square(values).sum())
-
-
-def test_the_cosine_is_a_curve_where_it_is_measured(tmp_path):
-    """A whole run: from the transformation to the curve."""
-    directions = [jnp.array(x) for x in ([1.0, 0.0], [0.6, 0.8], [-0.6, -0.8])]
-    expected = [0.0, 0.6, -1.0]
-
-    def gradient(w, direction):
-        return jnp.float32(0), direction
-
-    worker = engines.Worker(gradient, lambda number: (directions[number],))
-    tx = optax.chain(gx.measure_cosine(), optax.sgd(0.1))
-    job = engines.Job(jnp.zeros(2), tx, [worker], pushes=3)
-    with engines.simulated(job) as run, TensorBoard(tmp_path, run, 0.0) as board:
-        for push, wanted in zip(run.pushes, expected, strict=True):
-            np.testing.assert_allclose(push.result.cosine, wanted, atol=1e-6)
-            board(push)
-    found = dict(read(tmp_path)["gradient cosine"])
-    assert list(found) == [1, 2, 3]
-    np.testing.assert_allclose(list(found.values()), expected, atol=1e-6)
 
 
 def test_a_point_waits_for_its_time_and_for_a_step(tmp_path, clock):

@@ -209,7 +209,7 @@ def test_rows_are_summed_once_and_untouched_rows_stay():
     np.testing.assert_array_equal(table[jnp.array([0, 2, 3])], 1.0)
 
 
-@pytest.mark.parametrize("make", [gx.skip_spikes, gx.clip_by_zscore])
+@pytest.mark.parametrize("make", [gx.skip_spikes, gx.contrib.clip_by_zscore])
 def test_devices_that_share_a_gradient_decide_alike(make):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 

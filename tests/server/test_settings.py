@@ -113,7 +113,7 @@ def test_an_engine_works(setting, engine):
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_numbers_for_the_host_need_no_transfer_of_the_caller(dtype):
     tree = {"w": jnp.full((300, 300), 1.0, dtype), "table": slices(jnp.asarray)}
-    tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.5), 2)
+    tx = gx.drop_stale(gx.contrib.momentum_look_ahead(0.5, 0.5), 2)
     w = {"w": jnp.ones(2, dtype)}
     state = tx.init(w)
     for each in SETTINGS.values():
@@ -121,7 +121,7 @@ def test_numbers_for_the_host_need_no_transfer_of_the_caller(dtype):
             # The rows 1, 1 and 3 hold ones: 2² + 2² + 1² + 1².
             norm = gx.global_norm(tree)
             fraction, step = gx.staleness_fraction(state), gx.global_step(state)
-            start = gx.worker_start(w, state, learning_rate=0.5, b1=0.5)
+            start = gx.contrib.worker_start(w, state, learning_rate=0.5, b1=0.5)
         np.testing.assert_allclose(norm, np.sqrt(90_010), 1e-6)
         assert (fraction, step) == (0, 0)
         assert start["w"].dtype == dtype

@@ -338,7 +338,7 @@ REDUCING = {
         optax.clip_by_global_norm(0.1), optax.adamw(1e-2)
     ),
     "global_clipnorm": gx.adagrad(0.1, global_clipnorm=0.1),
-    "clip_by_zscore": optax.chain(gx.clip_by_zscore(0.5), optax.adam(1e-2)),
+    "clip_by_zscore": optax.chain(gx.contrib.clip_by_zscore(0.5), optax.adam(1e-2)),
     "skip_spikes": gx.skip_spikes(optax.adamw(1e-2), sigmas=0.5, warmup=2),
     "skip_nonfinite": gx.accumulate(optax.adamw(1e-2), 2, skip_nonfinite=True),
     "apply_if_finite": optax.apply_if_finite(CLIPPED, 2),

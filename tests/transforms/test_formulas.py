@@ -11,6 +11,7 @@ from flax import nnx
 
 import gradxform as gx
 from tests import oracles
+from tests.descriptors import factory
 
 SHAPES = {"k": (2, 3, 2), "b": (3,), "s": (), "frozen": (2, 2)}
 
@@ -61,7 +62,7 @@ class Rule:
     def __init__(self, name, options):
         self.options = {"learning_rate": 0.1} | options
         self.oracle = getattr(oracles, name)
-        self.tx = getattr(gx, name)(**self.options)
+        self.tx = factory(name)(**self.options)
         self.step = jax.jit(functools.partial(gx.apply_gradients, self.tx))
 
     def play(self, name):
@@ -424,7 +425,7 @@ INJECTED = {
         lambda learning_rate: gx.novograd(learning_rate, lr_in_momentum=True),
         {"learning_rate": 0.1},
     ),
-    "delayed": (gx.delayed_nesterov, {"learning_rate": 0.1, "num_delay": 1}),
+    "delayed": (gx.contrib.delayed_nesterov, {"learning_rate": 0.1, "num_delay": 1}),
     "clip_by_global_norm": (gx.clip_by_global_norm, {"max_norm": 0.5}),
     "clip_by_norm": (gx.clip_by_norm, {"max_norm": 0.5}),
     "rate": (gx.scale_by_learning_rate, {"learning_rate": 0.1}),
@@ -485,9 +486,9 @@ def test_runs_that_lie_side_by_side_have_rates_of_their_own(in_momentum):
 @pytest.mark.parametrize("rate", [np.ones(1), jnp.ones(2)])
 def test_a_worker_starts_with_one_rate(rate):
     params = jnp.ones(2)
-    state = gx.momentum_look_ahead(0.1).init(params)
+    state = gx.contrib.momentum_look_ahead(0.1).init(params)
     with pytest.raises(TypeError, match="learning_rate must be a real scalar"):
-        gx.worker_start(params, state, rate, 0.9)
+        gx.contrib.worker_start(params, state, rate, 0.9)
 
 
 def test_rates_of_several_runs_at_once():
@@ -495,9 +496,9 @@ def test_rates_of_several_runs_at_once():
 
     @jax.vmap
     def step(rate):
-        tx = gx.momentum_look_ahead(rate, 0.5)
+        tx = gx.contrib.momentum_look_ahead(rate, 0.5)
         updates, state = tx.update(params, tx.init(params), params)
-        return updates, gx.worker_start(params, state, rate, 0.5)
+        return updates, gx.contrib.worker_start(params, state, rate, 0.5)
 
     updates, start = step(jnp.array([0.0, 1.0]))
     assert updates.tolist() == [[0.0, 0.0], [-1.25, -1.25]]  # m is 1/2, u is 1 + 1/4.

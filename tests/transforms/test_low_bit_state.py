@@ -207,7 +207,9 @@ def draw(seed, mesh=None):
 
 def make():
     """A sum without a sign, and a momentum; both lie where their parameters lie."""
-    return LOW(optax.chain(gx.scale_by_adagrad(), gx.scale_by_momentum_look_ahead()))
+    return LOW(
+        optax.chain(gx.scale_by_adagrad(), gx.contrib.scale_by_momentum_look_ahead())
+    )
 
 
 def stepped(tx, state, seeds, mesh=None):

@@ -9,14 +9,18 @@ import numpy as np
 import pytest
 
 import gradxform as gx
-from tests.transforms.test_delayed_nesterov import draw
+from tests.contrib.test_delayed_nesterov import draw
 
-ALIGN = gx.MomentumAlignment()
+ALIGN = gx.contrib.MomentumAlignment()
 MAKERS = {
     "novograd": gx.scale_by_novograd,
-    "delayed_nesterov": functools.partial(gx.scale_by_delayed_nesterov, num_delay=1),
-    "momentum_look_ahead": gx.scale_by_momentum_look_ahead,
-    "heloco": functools.partial(gx.scale_by_momentum_look_ahead, alignment=ALIGN),
+    "delayed_nesterov": functools.partial(
+        gx.contrib.scale_by_delayed_nesterov, num_delay=1
+    ),
+    "momentum_look_ahead": gx.contrib.scale_by_momentum_look_ahead,
+    "heloco": functools.partial(
+        gx.contrib.scale_by_momentum_look_ahead, alignment=ALIGN
+    ),
 }
 
 
@@ -64,8 +68,8 @@ def test_only_the_state_is_rounded(name, b1, share, mu_dtype):
 @pytest.mark.parametrize(
     "tx",
     [
-        gx.scale_by_delayed_nesterov(0.5, num_delay=3, activation=0.2),
-        gx.scale_by_momentum_look_ahead(0.5, alignment=ALIGN),
+        gx.contrib.scale_by_delayed_nesterov(0.5, num_delay=3, activation=0.2),
+        gx.contrib.scale_by_momentum_look_ahead(0.5, alignment=ALIGN),
         gx.scale_by_novograd(0.5),
     ],
     ids=["delayed_nesterov", "heloco", "novograd"],

@@ -54,7 +54,7 @@ def test_a_word_is_no_bool(name):
 
 
 LARGE = {
-    "factors": lambda: gx.scale_by_worker([1.0, 1e39]),
+    "factors": lambda: gx.contrib.scale_by_worker([1.0, 1e39]),
     "weight": lambda: gx.scale_by_staleness(weight=lambda s: 1e39).update(
         W, optax.EmptyState(), staleness=1
     ),

@@ -112,8 +112,8 @@ def test_ordered_sums_work_under_every_jax_transformation():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tx", [
-    gx.scale_by_momentum_look_ahead(alignment=gx.MomentumAlignment()),
-    gx.measure_cosine(),
+    gx.contrib.scale_by_momentum_look_ahead(alignment=gx.contrib.MomentumAlignment()),
+    gx.contrib.measure_cosine(),
 ], ids=["heloco", "cosine"])  # fmt: skip
 def test_derivatives_of_ordered_sums(tx):
     """In half precision, where they are ordered, nearly those of single precision."""

@@ -100,7 +100,7 @@ def test_a_rate_without_a_sign_descends(rate):
     assert updates.tolist() == [-2.0]
 
 
-LINKS = gx.clip_by_global_norm(1.0), gx.clip_by_norm(1.0), gx.clip_by_zscore()
+LINKS = gx.clip_by_global_norm(1.0), gx.clip_by_norm(1.0), gx.contrib.clip_by_zscore()
 CHAIN = optax.chain(*LINKS, gx.adagrad(0.1, row_wise=True, clipnorm=1.0))
 
 

@@ -89,7 +89,7 @@ def scale_by_delayed_nesterov(
       <https://arxiv.org/abs/2401.09135>`__, 2024, the delayed Nesterov update.
 
     >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.scale_by_delayed_nesterov(0.5, num_delay=2)
+    >>> tx = gx.contrib.scale_by_delayed_nesterov(0.5, num_delay=2)
     >>> grads = jnp.array([1.0])
     >>> state = tx.init(grads)
     >>> for _ in range(4):  # 1/2, and with every second 1/2, then 3/4 of the momentum
@@ -173,8 +173,8 @@ def delayed_nesterov(
 
     with ``u`` from :func:`scale_by_delayed_nesterov`. Each worker trains on its own for
     many steps and pushes how far it has come, as if that were a gradient: see
-    :func:`local_steps`. ``drop_stale(delayed_nesterov(...), max_staleness)`` drops
-    pushes that come too late. With ``num_delay=1`` and ``activation=0`` it is
+    :func:`~gradxform.local_steps`. ``drop_stale(delayed_nesterov(...), max_staleness)``
+    drops pushes that come too late. With ``num_delay=1`` and ``activation=0`` it is
     ``optax.sgd(learning_rate, b1, nesterov=True)``, the outer optimizer of DiLoCo.
 
     Args:
@@ -201,7 +201,8 @@ def delayed_nesterov(
       (``num_delay=1``).
 
     >>> import gradxform as gx, jax, jax.numpy as jnp
-    >>> tx = gx.drop_stale(gx.delayed_nesterov(0.2, 0.5, num_delay=4), max_staleness=3)
+    >>> outer = gx.contrib.delayed_nesterov(0.2, 0.5, num_delay=4)
+    >>> tx = gx.drop_stale(outer, max_staleness=3)
     >>> params = {"w": jnp.array([1.0, -2.0])}
     >>> state = tx.init(params)
     >>> pulled = [params] * 4  # by four workers in turn, each of them three steps late

@@ -59,19 +59,20 @@ def clip_by_zscore(
     its norm after the clip.
 
     An update that is not clipped comes out bit-identical. If its norm is not finite,
-    every entry becomes NaN, as in :func:`clip_by_global_norm`, and the averages stay as
-    they are. In the authors' code NaN stays in both for ever. As there, 1e-6 is added
-    to the two divisors, std and the norm. The authors also clip at a fixed norm, by
-    default 1: put :func:`clip_by_global_norm` behind this link for it.
+    every entry becomes NaN, as in :func:`~gradxform.clip_by_global_norm`, and the
+    averages stay as they are. In the authors' code NaN stays in both for ever. As
+    there, 1e-6 is added to the two divisors, std and the norm. The authors also clip at
+    a fixed norm, by default 1: put :func:`~gradxform.clip_by_global_norm` behind this
+    link for it.
 
-    It costs what :func:`clip_by_global_norm` costs: one pass reads the gradients for
-    the norm, and no clipped copy is made.
+    It costs what :func:`~gradxform.clip_by_global_norm` costs: one pass reads the
+    gradients for the norm, and no clipped copy is made.
 
     Args:
       threshold: how many standard deviations above the mean are still no spike, ≥ 0.
       decay: how much of the averages each update keeps, in [0, 1].
       warmup: how many finite norms the averages begin with, in [1, 2³¹ - 1].
-      axis_name: as in :func:`global_norm`.
+      axis_name: as in :func:`~gradxform.global_norm`.
 
     Returns:
       A transformation with state :class:`ClipByZscoreState`. Updates keep their shapes
@@ -86,7 +87,7 @@ def clip_by_zscore(
       <https://arxiv.org/abs/2504.02507>`__, 2025, and its authors' code.
 
     >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.clip_by_zscore(warmup=2)
+    >>> tx = gx.contrib.clip_by_zscore(warmup=2)
     >>> state = tx.init(jnp.zeros(2))
     >>> for length in (1.0, 3.0, 12.0):  # The third is 10 deviations of 1 above 2.
     ...     updates, state = tx.update(jnp.array([0.0, length]), state)

@@ -10,18 +10,18 @@ import optax
 
 from gradxform._rows import boundary
 from gradxform._transforms import momentum
-from gradxform._transforms.alignment import (
-    MomentumAlignment,
-    Shares,
-    aligned,
-    checked,
-)
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, dtypes, maps, norms
 from gradxform._trees.arithmetic import scale_leading
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Leaf
+from gradxform.contrib._alignment import (
+    MomentumAlignment,
+    Shares,
+    aligned,
+    checked,
+)
 
 B1 = 0.9  # The default of both functions.
 
@@ -89,9 +89,9 @@ def scale_by_momentum_look_ahead(
         before it is rounded. Then a step copies the momentum once.
       axis_name: for ``alignment``: mesh axes over which layers may be sharded, inside
         ``jax.shard_map``, or a prefix tree of ``PartitionSpec``; see
-        :func:`global_norm`.
+        :func:`~gradxform.global_norm`.
       stacked_axes: for ``alignment``: how many leading axes of a leaf stack layers; see
-        :func:`scale_by_novograd`.
+        :func:`~gradxform.scale_by_novograd`.
 
     Returns:
       A transformation with state :class:`ScaleByMomentumLookAheadState`. Updates keep
@@ -110,12 +110,13 @@ def scale_by_momentum_look_ahead(
       authors' ``MomentumLookAhead`` and ``SmartDCMLA_v2``.
 
     >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.scale_by_momentum_look_ahead(0.5)
+    >>> tx = gx.contrib.scale_by_momentum_look_ahead(0.5)
     >>> grads = jnp.array([4.0, 0.0])
     >>> updates, state = tx.update(grads, tx.init(grads))
     >>> updates, state.mu  # 4 + 2 / 2, and 4 / 2
     (Array([5., 0.], dtype=float32), Array([2., 0.], dtype=float32))
-    >>> tx = gx.scale_by_momentum_look_ahead(0.5, alignment=gx.MomentumAlignment())
+    >>> align = gx.contrib.MomentumAlignment()
+    >>> tx = gx.contrib.scale_by_momentum_look_ahead(0.5, alignment=align)
     >>> updates, _ = tx.update(-grads, state)  # 4 / (4 + 3 · 2) / 2 off, so 0.8 of it
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
     """
@@ -182,7 +183,8 @@ def momentum_look_ahead(
 
     with ``u`` from :func:`scale_by_momentum_look_ahead`. Each worker trains on its own
     for many steps and pushes how far it has come, as if that were a gradient: see
-    :func:`local_steps`. In HeLoCo a worker begins where :func:`worker_start` says.
+    :func:`~gradxform.local_steps`. In HeLoCo a worker begins where :func:`worker_start`
+    says.
 
     Weight decay is another link: ``optax.chain(optax.add_decayed_weights(1e-4),
     momentum_look_ahead(...))`` puts it into the gradients.
@@ -208,8 +210,8 @@ def momentum_look_ahead(
       authors' code the rate is 0.1 by default.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp
-    >>> align = gx.MomentumAlignment()
-    >>> outer = gx.momentum_look_ahead(0.2, 0.5, alignment=align)
+    >>> align = gx.contrib.MomentumAlignment()
+    >>> outer = gx.contrib.momentum_look_ahead(0.2, 0.5, alignment=align)
     >>> tx = gx.drop_stale(outer, max_staleness=3)
     >>> params = {"w": jnp.array([1.0, -2.0])}
     >>> state = tx.init(params)
@@ -218,7 +220,7 @@ def momentum_look_ahead(
     >>> for push in range(100):
     ...     seen = pulled.pop(0)
     ...     params, state = step(seen, state, params, max(0, push - 3))
-    ...     pulled.append(gx.worker_start(params, state, 0.2, 0.5))
+    ...     pulled.append(gx.contrib.worker_start(params, state, 0.2, 0.5))
     >>> assert jnp.allclose(params["w"], 0, atol=0.01)
     """
     return optax.chain(
@@ -244,8 +246,9 @@ def worker_start(
     .. math:: w - learning\_rate \cdot b_1\,m
 
     This is HeLoCo's look-ahead dispatch. A worker trains from this start, and pushes
-    how far it has come from it. ``state()`` of a :class:`ParameterServer` has both
-    parameters and state: ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
+    how far it has come from it. ``state()`` of a :class:`~gradxform.ParameterServer`
+    has both parameters and state:
+    ``worker_start(**server.state(), learning_rate=0.7, b1=0.9)``.
 
     Args:
       params: the server's parameters.
@@ -270,10 +273,10 @@ def worker_start(
       Al Asif et al., `HeLoCo <https://arxiv.org/abs/2606.00271>`__, 2026, equation 5.
 
     >>> import gradxform as gx, jax.numpy as jnp
-    >>> tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.5), max_staleness=2)
+    >>> tx = gx.drop_stale(gx.contrib.momentum_look_ahead(0.5, 0.5), max_staleness=2)
     >>> server = gx.ParameterServer({"w": jnp.array([1.0, 0.0])}, tx)
     >>> result = server.push({"w": jnp.array([4.0, 0.0])}, 0)  # m is 2, u is 4 + 1
-    >>> start = gx.worker_start(**server.state(), learning_rate=0.5, b1=0.5)
+    >>> start = gx.contrib.worker_start(**server.state(), learning_rate=0.5, b1=0.5)
     >>> start  # 1 - 0.5 · 5 - 0.5 · 0.5 · 2
     {'w': Array([-2.,  0.], dtype=float32)}
     """

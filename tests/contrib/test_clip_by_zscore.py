@@ -41,7 +41,7 @@ def test_it_clips_as_its_authors_class(name):
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e25])
 @pytest.mark.parametrize("at", [1, 4], ids=["at first", "later"])
 def test_a_norm_that_is_not_finite_enters_no_average(bad, at):
-    tx = gx.clip_by_zscore(warmup=3)
+    tx = gx.contrib.clip_by_zscore(warmup=3)
     state, update = tx.init(jnp.zeros(2)), jax.jit(tx.update)
     for t, norm in enumerate((1.0, 1.2, 1.1, 1.0, 5.0, 1.0)):
         if t == at:

@@ -38,7 +38,7 @@ def cosine(g, h):
 )
 def test_is_that_of_each_gradient_with_the_one_before(dtype):
     with jax.enable_x64(dtype == "float64"):
-        tx = gx.measure_cosine()
+        tx = gx.contrib.measure_cosine()
         grads = [draw(t, dtype) for t in range(4)]
         state, update = tx.init(grads[0]), jax.jit(tx.update)
         expected = [0.0, *map(cosine, grads[1:], grads)]
@@ -51,7 +51,7 @@ def test_is_that_of_each_gradient_with_the_one_before(dtype):
 
 
 def test_gradients_of_one_direction_and_of_the_opposite():
-    tx = gx.measure_cosine()
+    tx = gx.contrib.measure_cosine()
     g = draw(0)
     state = tx.init(g)
     for factor, wanted in ((1, 0), (3, 1), (-2, -1), (0, 0), (1, 0)):
@@ -61,7 +61,7 @@ def test_gradients_of_one_direction_and_of_the_opposite():
 
 
 def test_a_leaf_without_gradient_counts_for_nothing_and_keeps_its_own():
-    tx = gx.measure_cosine()
+    tx = gx.contrib.measure_cosine()
     a, b, c = draw(0), draw(1), draw(2)
     state = tx.init(a)
     for g in (a, {**b, "w": None}, c):
@@ -74,7 +74,7 @@ def test_a_leaf_without_gradient_counts_for_nothing_and_keeps_its_own():
 
 
 def test_a_nan_shows_in_two_cosines_and_is_forgotten():
-    tx = gx.measure_cosine()
+    tx = gx.contrib.measure_cosine()
     a, b, c = draw(0), draw(1), draw(2)
     state = tx.init(a)
     found = []
@@ -95,11 +95,13 @@ def test_gradients_in_another_precision_than_the_parameters(dtypes):
             jax.tree.map(lambda x: x.astype(of_grads), draw(t)) for t in (0, 1)
         )
         params = jax.tree.map(lambda x: x.astype(of_params), first)
-        tx = gx.measure_cosine()
+        tx = gx.contrib.measure_cosine()
         _, state = tx.update(first, tx.init(params), params)
         _, state = tx.update(second, state, params)
         np.testing.assert_allclose(state.cosine, cosine(first, second), rtol=1e-2)
-        tx = gx.scale_by_momentum_look_ahead(alignment=gx.MomentumAlignment())
+        tx = gx.contrib.scale_by_momentum_look_ahead(
+            alignment=gx.contrib.MomentumAlignment()
+        )
         _, state = tx.update(first, tx.init(params), params)
         updates, state = tx.update(second, state, params)
         assert updates["w"].dtype == of_grads
@@ -111,7 +113,7 @@ def test_gradients_in_another_precision_than_the_parameters(dtypes):
     [(1e-20, 0.0), (1e-18, 0.8), (1.0, 0.8), (1e18, 0.8), (1e20, np.nan)],
 )
 def test_squares_end_where_the_docstring_says(length, cosine):
-    tx = gx.measure_cosine()
+    tx = gx.contrib.measure_cosine()
     state = tx.init(jnp.zeros(2))
     for grads in ([3.0, 0.0], [4.0, 3.0]):
         _, state = tx.update(jnp.array(grads) * np.float32(length), state)
@@ -128,31 +130,35 @@ AROUND = {
 
 
 @pytest.mark.every
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("around", AROUND)
-def test_in_a_sum_a_leaf_without_gradient_counts_for_nothing(around):
-    tx = AROUND[around](optax.chain(gx.measure_cosine(), optax.sgd(0.0)))
+def test_in_a_sum_it_is_that_of_the_means(around, frozen):
+    """A push without a gradient adds zeros; a leaf that never has one is in none."""
+    tx = AROUND[around](optax.chain(gx.contrib.measure_cosine(), optax.sgd(0.0)))
     a, b, c, d = (draw(t) for t in range(4))
-    bad = {**a, "w": a["w"].at[0, 0].set(jnp.nan)}  # It is in no other cosine.
-    half = {**b, "w": None}
+    pairs = (a, a), ({**b, "w": None}, c), (c, d)
+    mixed = {"w": c["w"] / 2, "b": (b["b"] + c["b"]) / 2}
+    means = [a, mixed, jax.tree.map(lambda x, y: (x + y) / 2, c, d)]
+    if frozen:
+        pairs = [[{**g, "w": None} for g in pair] for pair in pairs]
+        means = [{"b": mean["b"]} for mean in means]
     state = tx.init(a)
     step = jax.jit(functools.partial(gx.apply_gradients, tx, local_step=99))
     found = []
-    for pair in ((a, a), (half, half), (half, c), (bad, bad), (half, half), (d, d)):
+    for pair in pairs:
         for g in pair:
             _, state = step(g, state, a)
         found.append(optax.tree.get(state, "cosine"))
-    mixed = {"w": c["w"] / 2, "b": (b["b"] + c["b"]) / 2}
-    wanted = [
-        0,
-        cosine(b["b"], a["b"]),
-        cosine(mixed, {"w": a["w"], "b": b["b"]}),
-        np.nan,
-        cosine(b["b"], a["b"]),  # The NaN is in the other leaf.
-        np.nan,
-    ]
+    wanted = [0, *map(cosine, means[1:], means)]
     np.testing.assert_allclose(found, wanted, atol=1e-6)
-    # A leaf of zeros is a gradient: the length of the one before counts.
-    for g in (a, a, half | {"w": 0 * a["w"]}, half | {"w": 0 * a["w"]}):
-        _, state = step(g, state, a)
-    wanted = cosine({"w": 0 * a["w"], "b": b["b"]}, a)
-    np.testing.assert_allclose(optax.tree.get(state, "cosine"), wanted, atol=1e-6)
+
+
+def test_a_server_has_it_in_its_state():
+    tx = gx.drop_stale(optax.chain(gx.contrib.measure_cosine(), optax.sgd(0.1)), 1)
+    a, b, c = (draw(t) for t in range(3))
+    with gx.ParameterServer(a, tx) as server:
+        for g, local_step in ((a, 0), (b, 1), (c, 0)):
+            result = server.push(g, local_step)
+        found = optax.tree.get(server.state(), "cosine")
+    assert not result.applied  # It came too late.
+    np.testing.assert_allclose(found, cosine(b, a), atol=1e-6)

@@ -28,7 +28,7 @@ def draw(*shape, dtype="float32", seed=0):
 def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
     """It equals optax's to the bit."""
     params, grads = {"w": draw(2, 3)}, draw(PUSHES, 2, 3, seed=1)
-    ours = gx.delayed_nesterov(schedule, 0.9, num_delay=1)
+    ours = gx.contrib.delayed_nesterov(schedule, 0.9, num_delay=1)
     theirs = optax.sgd(schedule, momentum=0.9, nesterov=True)
     states = [tx.init(params) for tx in (ours, theirs)]
     for g in grads:
@@ -39,7 +39,7 @@ def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
 
 def test_a_period_forgets_the_one_before():
     """While the momentum has not moved yet, a NaN has not reached it either."""
-    tx = gx.scale_by_delayed_nesterov(num_delay=3)
+    tx = gx.contrib.scale_by_delayed_nesterov(num_delay=3)
     grads = jnp.ones(2)
     state = tx.init(grads)
     update = jax.jit(tx.update)
@@ -55,7 +55,7 @@ def test_a_period_forgets_the_one_before():
 
 def test_dtypes_of_the_sum():
     params = {k: jnp.ones(2, k) for k in ("bfloat16", "complex64", "int32")}
-    make = functools.partial(gx.scale_by_delayed_nesterov, num_delay=2)
+    make = functools.partial(gx.contrib.scale_by_delayed_nesterov, num_delay=2)
     sums = jax.tree.map(lambda x: x.dtype.name, make().init(params).accumulated)
     expected = {"bfloat16": "float32", "complex64": "complex64", "int32": "float32"}
     assert sums == expected
@@ -68,14 +68,14 @@ def test_dtypes_of_the_sum():
 def test_the_largest_activation_in_any_precision(dtype, num_delay):
     """In single precision 1/3 is rounded up and allowed; the next number is not."""
     largest = np.asarray(1 / num_delay, jnp.dtype(dtype))
-    gx.delayed_nesterov(0.1, num_delay=num_delay, activation=largest)
+    gx.contrib.delayed_nesterov(0.1, num_delay=num_delay, activation=largest)
     above = np.nextafter(largest, np.ones_like(largest))
     with pytest.raises(ValueError, match="activation must be in"):
-        gx.delayed_nesterov(0.1, num_delay=num_delay, activation=above)
+        gx.contrib.delayed_nesterov(0.1, num_delay=num_delay, activation=above)
 
 
 def test_the_largest_activation_under_inject_hyperparams():
-    injected = optax.inject_hyperparams(gx.delayed_nesterov)
+    injected = optax.inject_hyperparams(gx.contrib.delayed_nesterov)
     for dtype in ("float32", "bfloat16"):
         grads = jnp.array([1.0, -2.0], dtype)
         tx = injected(0.5, 0.5, num_delay=3, activation=1 / 3)

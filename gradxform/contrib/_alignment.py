@@ -61,7 +61,7 @@ def checked(alignment: object) -> MomentumAlignment:
     """Checks all numbers; raises if one is not real or not in its range."""
     if not isinstance(alignment, MomentumAlignment):
         raise TypeError(
-            f"alignment must be a gradxform.MomentumAlignment or None, got "
+            f"alignment must be a gradxform.contrib.MomentumAlignment or None, got "
             f"{alignment!r}."
         )
     numbers = {

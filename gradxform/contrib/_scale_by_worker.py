@@ -52,7 +52,7 @@ def scale_by_worker(
       2026.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
-    >>> tx = optax.chain(optax.sgd(0.5), gx.scale_by_worker([0.5, 1.5]))
+    >>> tx = optax.chain(optax.sgd(0.5), gx.contrib.scale_by_worker([0.5, 1.5]))
     >>> state = tx.init(None)
     >>> for worker in (0, 1):  # Worker 1 takes three times as long.
     ...     print(tx.update(jnp.array([4.0]), state, worker=worker)[0])

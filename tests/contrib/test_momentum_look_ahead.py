@@ -12,9 +12,9 @@ from flax import nnx
 
 import gradxform as gx
 from tests import oracles
-from tests.transforms.test_delayed_nesterov import draw
+from tests.contrib.test_delayed_nesterov import draw
 
-ALIGN = gx.MomentumAlignment()
+ALIGN = gx.contrib.MomentumAlignment()
 RATES = 0.1 * 0.98 ** np.arange(50, dtype=np.float32)
 
 
@@ -34,7 +34,7 @@ def at_an_angle(m, cosine, length, seed=0):
 
 def corrected(g, m, alignment=ALIGN, **kwargs):
     """HeLoCo's G, which acts instead of g. With b1=0 it is the update."""
-    tx = gx.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
+    tx = gx.contrib.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
     state = tx.init(g)._replace(mu=m)
     updates, _ = jax.jit(tx.update)(g, state)
     return updates
@@ -71,7 +71,7 @@ def test_on_either_side_of_the_thresholds(cosine, kind, length):
 
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_short_gradients_and_momenta_correct_nothing(eps):
-    align = gx.MomentumAlignment(eps=eps)
+    align = gx.contrib.MomentumAlignment(eps=eps)
     m, g = draw(8), -draw(8, seed=1)
     short = 0.9 * eps / np.sqrt(8)
     pairs = (
@@ -89,7 +89,7 @@ def test_short_gradients_and_momenta_correct_nothing(eps):
 
 def test_an_eps_that_is_0_in_single_precision():
     """Nothing is divided by 0 then."""
-    align = gx.MomentumAlignment(eps=1e-60)
+    align = gx.contrib.MomentumAlignment(eps=1e-60)
     for g, m in ((jnp.zeros(3), jnp.ones(3)), (jnp.ones(3), jnp.zeros(3))):
         chex.assert_trees_all_equal(corrected(g, m, align), g)
 
@@ -102,7 +102,7 @@ def test_stacked_layers_are_layers():
     np.testing.assert_allclose(got, alone, rtol=1e-6)
     assert np.abs(corrected(g, m) - alone).max() > 0.01
     with pytest.raises(ValueError, match=r"stacked_axes must be in \[0, 3\]"):
-        gx.scale_by_momentum_look_ahead(alignment=ALIGN, stacked_axes=4).init(g)
+        gx.contrib.scale_by_momentum_look_ahead(alignment=ALIGN, stacked_axes=4).init(g)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -139,14 +139,14 @@ def pushed(tx, params, state, grads, **extra):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_worker_begins_ahead(dtype):
-    tx = gx.drop_stale(gx.momentum_look_ahead(0.5, 0.75, alignment=ALIGN), 2)
+    tx = gx.drop_stale(gx.contrib.momentum_look_ahead(0.5, 0.75, alignment=ALIGN), 2)
     params = {"w": draw(6, dtype=dtype), "b": None}
     state = tx.init(params)
     for t in range(3):
         grads = {"w": draw(6, dtype=dtype, seed=t + 1), "b": None}
         params, state = pushed(tx, params, state, grads, local_step=t)
         mu = np.float64(state.inner_state[0].mu["w"])
-        start = jax.jit(gx.worker_start)(params, state, 0.5, 0.75)
+        start = jax.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
         assert start["b"] is None
         assert start["w"].dtype == jnp.dtype(dtype)
         expected = np.float64(params["w"]) - 0.5 * 0.75 * mu
@@ -156,12 +156,12 @@ def test_a_worker_begins_ahead(dtype):
 
 def test_workers_with_another_optimizer_start_at_the_parameters():
     labels = {"w": "outer", "table": "rows"}
-    outer = {"outer": gx.momentum_look_ahead(0.5, 0.5), "rows": gx.adagrad(0.1)}
+    outer = {"outer": gx.contrib.momentum_look_ahead(0.5, 0.5), "rows": gx.adagrad(0.1)}
     tx = optax.partition(outer, labels)
     params = {"w": draw(4), "table": draw(3, 2)}
     state = tx.init(params)
     params, state = gx.apply_gradients(tx, params, state, params)
-    start = gx.worker_start(params, state, 0.5, 0.5)
+    start = gx.contrib.worker_start(params, state, 0.5, 0.5)
     chex.assert_trees_all_equal(start["table"], params["table"])
     assert np.abs(start["w"] - params["w"]).min() > 0
 
@@ -174,12 +174,12 @@ def test_a_worker_begins_ahead_in_flax():
             self.w = nnx.Param(draw(4))
 
     model = Model()
-    tx = gx.momentum_look_ahead(0.5, 0.5)
+    tx = gx.contrib.momentum_look_ahead(0.5, 0.5)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
     grads = nnx.grad(lambda model: jnp.sum(model.w[...] ** 2))(model)
     optimizer.update(model, grads)
     params = nnx.state(model, nnx.Param)
-    start = gx.worker_start(params, optimizer.opt_state, 0.5, 0.5)
+    start = gx.contrib.worker_start(params, optimizer.opt_state, 0.5, 0.5)
     assert jax.tree.structure(start) == jax.tree.structure(params)
     expected = params["w"][...] - 0.5 * 0.5 * draw(4)  # m is half of 2 w.
     np.testing.assert_allclose(start["w"][...], expected, rtol=1e-6)
@@ -187,28 +187,28 @@ def test_a_worker_begins_ahead_in_flax():
 
 def test_a_start_that_cannot_be_told():
     params = {"w": draw(4)}
-    one = gx.momentum_look_ahead(0.5)
+    one = gx.contrib.momentum_look_ahead(0.5)
     with pytest.raises(ValueError, match="holds no ScaleByMomentumLookAheadState"):
-        gx.worker_start(params, optax.sgd(0.1).init(params), 0.5, 0.9)
+        gx.contrib.worker_start(params, optax.sgd(0.1).init(params), 0.5, 0.9)
     both = optax.chain(one, one).init(params)
     with pytest.raises(
         ValueError, match=r"several Scale\w+, at \[0\]\[0\], \[1\]\[0\]"
     ):
-        gx.worker_start(params, both, 0.5, 0.9)
+        gx.contrib.worker_start(params, both, 0.5, 0.9)
     with pytest.raises(TypeError, match="learning_rate must be real, got"):
-        gx.worker_start(params, one.init(params), schedule, 0.9)
+        gx.contrib.worker_start(params, one.init(params), schedule, 0.9)
     with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
-        gx.worker_start(params, one.init(params), 0.5, 1.0)
+        gx.contrib.worker_start(params, one.init(params), 0.5, 1.0)
     with pytest.raises(TypeError, match=r"differ at \['w'\]"):
-        gx.worker_start({"w": draw(5)}, one.init(params), 0.5, 0.9)
+        gx.contrib.worker_start({"w": draw(5)}, one.init(params), 0.5, 0.9)
 
 
 # Bad input.
 
 
 def test_an_alignment_of_another_type():
-    with pytest.raises(TypeError, match=r"must be a gradxform.MomentumAlignment"):
-        gx.momentum_look_ahead(0.1, alignment={"eps": 1})
+    with pytest.raises(TypeError, match=r"must be a gradxform\.contrib\.Mom"):
+        gx.contrib.momentum_look_ahead(0.1, alignment={"eps": 1})
 
 
 @pytest.mark.parametrize(
@@ -225,4 +225,6 @@ def test_an_alignment_of_another_type():
 )
 def test_bad_numbers(numbers, message):
     with pytest.raises(ValueError, match=message):
-        gx.momentum_look_ahead(0.1, alignment=gx.MomentumAlignment(**numbers))
+        gx.contrib.momentum_look_ahead(
+            0.1, alignment=gx.contrib.MomentumAlignment(**numbers)
+        )

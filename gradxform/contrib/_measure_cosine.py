@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import missing
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
@@ -42,15 +41,14 @@ def measure_cosine(
     has both signs. If it stays near 1, successive gradients are computed at about the
     same parameters: none sees the steps of the others, and their steps add up. With
     late gradients this shows before the loss diverges. Read the cosine from the state:
-    ``optax.tree.get(state, "cosine")``. A :class:`ParameterServer` returns it with each
-    push, and TensorBoard shows it.
+    ``optax.tree.get(state, "cosine")``; that of a server is in ``server.state()``.
 
     It needs memory for one gradient, which is written once and read once. If the
     compiler does not take all sums at once, it also costs one more pass over the
     gradients. Behind a gate it measures the applied pushes, not the dropped ones.
 
     Args:
-      axis_name: as in :func:`global_norm`.
+      axis_name: as in :func:`~gradxform.global_norm`.
 
     Returns:
       A transformation with state :class:`MeasureCosineState`. The cosine of the first
@@ -71,7 +69,7 @@ def measure_cosine(
       <https://arxiv.org/abs/2603.01501>`__, 2026.
 
     >>> import gradxform as gx, jax.numpy as jnp, optax
-    >>> tx = gx.drop_stale(optax.chain(gx.measure_cosine(), optax.sgd(0.1)), 4)
+    >>> tx = gx.drop_stale(optax.chain(gx.contrib.measure_cosine(), optax.sgd(0.1)), 4)
     >>> params = jnp.zeros(4)
     >>> state = tx.init(params)
     >>> for grad in ([1.0, 1.0, 1.0, 1.0], [2.0, 0.0, 0.0, 0.0]):
@@ -95,15 +93,12 @@ def measure_cosine(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, MeasureCosineState]:
-        del params
+        del params, extra
         boundary.dense("measure_cosine", updates)
         checks.same_shapes("updates", updates, "previous", state.previous)
-        # A sum of pushes gives zeros for a leaf without a gradient, and a flag.
-        flags = missing.flags(updates, extra)
-        before = missing.chosen(flags, boxes.as_in(updates, state.squares))
-        previous = missing.chosen(flags, state.previous)
+        before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
-        _, dot = norms.products(updates, previous, squares, axis_name=axis_name)
+        _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)
         last = maps.map_updates(lambda _, s: s.astype(dot.dtype), updates, before)
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
         old = norms.total(jax.tree.leaves(last))
@@ -122,9 +117,3 @@ def measure_cosine(
         return updates, MeasureCosineState(cosine, *kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
-
-
-def cosines(state: optax.OptState) -> list[jax.Array]:
-    """The last measurements of the links in a state, from left to right."""
-    found = maps.nodes(state, lambda node: isinstance(node, MeasureCosineState))
-    return [own.cosine for _, own in found]

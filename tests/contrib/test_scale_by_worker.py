@@ -21,7 +21,7 @@ FACTORS = [0.25, 1.0, 3.0]
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("worker", range(3))
 def test_each_worker_has_its_own_factor(worker, jit):
-    tx = gx.scale_by_worker(FACTORS)
+    tx = gx.contrib.scale_by_worker(FACTORS)
     update = jax.jit(tx.update) if jit else tx.update
     grads = {"w": jnp.array([2.0, -8.0]), "none": None}
     updates, _ = update(grads, tx.init(None), worker=worker)
@@ -31,7 +31,7 @@ def test_each_worker_has_its_own_factor(worker, jit):
 
 @pytest.mark.parametrize("worker", [-1, 3, 2**31 - 1])
 def test_a_traced_worker_without_a_factor_moves_nothing(worker):
-    tx = gx.scale_by_worker(FACTORS)
+    tx = gx.contrib.scale_by_worker(FACTORS)
     updates, _ = jax.jit(tx.update)(jnp.ones(2), tx.init(None), worker=worker)
     assert updates.tolist() == [0.0, 0.0]
 
@@ -39,24 +39,24 @@ def test_a_traced_worker_without_a_factor_moves_nothing(worker):
 def test_factors_may_be_traced():
     @jax.jit
     def scaled(factors):
-        tx = gx.scale_by_worker(factors)
+        tx = gx.contrib.scale_by_worker(factors)
         return tx.update(jnp.ones(2), tx.init(None), worker=2)[0]
 
     assert scaled(jnp.array(FACTORS)).tolist() == [3.0, 3.0]
-    tx = optax.inject_hyperparams(gx.scale_by_worker)(jnp.array(FACTORS))
+    tx = optax.inject_hyperparams(gx.contrib.scale_by_worker)(jnp.array(FACTORS))
     updates, _ = tx.update(jnp.ones(2), tx.init(None), worker=2)
     assert updates.tolist() == [3.0, 3.0]
 
 
 def test_factors_of_doubles_are_doubles():
     with jax.enable_x64(True):
-        tx = gx.scale_by_worker([1 / 3])
+        tx = gx.contrib.scale_by_worker([1 / 3])
         updates, _ = tx.update(jnp.ones((), "float64"), tx.init(None), worker=0)
         assert updates == np.float64(1) / 3
 
 
 def push(factors=FACTORS, **extra):
-    tx = gx.scale_by_worker(factors)
+    tx = gx.contrib.scale_by_worker(factors)
     return tx.update(jnp.ones(2), tx.init(None), **extra)
 
 
