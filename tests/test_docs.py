@@ -130,4 +130,4 @@ def test_every_listed_extra_argument_does_something():
         updates, _ = tx.update(5 * params, state, local_step=0, last=True)
         assert updates.tolist() == (-2 * params).tolist()
         seen |= {(name, "weight"), (name, "last")}
-    assert seen == {(row.name, name) for row in ROWS.values() for name in row.extra}
+    assert seen == {(name, extra) for name, row in ROWS.items() for extra in row.extra}

@@ -14,8 +14,9 @@ assert not hasattr(gradxform, "ParameterSever")
 print(*(m for m in sys.modules if m.startswith("gradxform.")))
 from gradxform import ParameterServer
 assert pickle.loads(pickle.dumps(ParameterServer)) is gradxform.ParameterServer
-assert "gradxform.engines" not in sys.modules
+assert not {"gradxform.engines", "gradxform.contrib"} & {*sys.modules}
 assert gradxform.engines.Job is sys.modules["gradxform.engines"].Job
+assert gradxform.contrib is sys.modules["gradxform.contrib"]
 exec("from gradxform import *")
 assert ServerStats is gradxform.ServerStats and engines is gradxform.engines
 """
