@@ -259,7 +259,7 @@ def makers() -> dict[str, Callable[..., Any]]:
     public: dict[str, Any] = {}
     for module in (optax.contrib, optax.transforms, optax.schedules, optax):
         public |= {f"{module.__name__}.{k}": v for k, v in vars(module).items()}
-    public |= vars(gx.contrib) | vars(gx) | vars(schedules) | vars(optax.schedules)
+    public |= vars(gx) | vars(gx.contrib) | vars(schedules) | vars(optax.schedules)
     public |= {"chain": _chain, "optax.chain": _chain, "from_config": None}
     return {k: v for k, v in public.items() if "._" not in k and _makes(k, v)}
 
