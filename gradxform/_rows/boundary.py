@@ -83,13 +83,13 @@ def touched(g: Leaf, x: Gradient) -> jax.Array:
         return jnp.asarray(x)
     if is_sparse(x):
         x = x.sum_duplicates()
-        x = part(x, x.values)
+        x = param_rows(x, x.values)
     if isinstance(x, TableRows):
         return take_rows(x.values, positions(x, g.indices))
     return take_summed(jnp.asarray(x), g.indices)
 
 
-def part(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
+def param_rows(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
     """A parameter with only the rows that :func:`touched` has read; else the leaf."""
     return ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
 

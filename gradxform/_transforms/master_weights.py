@@ -318,7 +318,7 @@ def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
     """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
     if not (maps.has_gradient(p) and maps.has_gradient(r)):
         return p
-    return boundary.part(g, _joined(*(boundary.touched(g, x) for x in (p, r))))
+    return boundary.param_rows(g, _joined(*(boundary.touched(g, x) for x in (p, r))))
 
 
 def _check(
