@@ -7,6 +7,7 @@ One transformation a file, which has the name of its alias. Beside these:
 - ``momentum``: how momentum begins and is read, for every optimizer that has one.
 - ``alignment``: HeLoCo's correction of a gradient, for ``momentum_look_ahead``.
 - ``half``: half precision, for ``master_weights`` and ``round_stochastically``.
+- ``measure_norms``: norms for the log, which change nothing.
 - ``learning_rate``: the last link of every alias.
 
 Imports ``_trees`` and ``_rows``.
