@@ -60,6 +60,9 @@ def measure_norms(
         ``stacked_axes`` holds something other than ints.
       ValueError: a leaf has fewer axes than ``stacked_axes``.
 
+    References:
+      ``optax.tree.norm``, leaf by leaf.
+
     >>> import gradxform as gx, jax.numpy as jnp, optax
     >>> tx = optax.chain(gx.measure_norms(), gx.clip_by_global_norm(1.0))
     >>> grads = {"w": jnp.array([6.0, 8.0]), "b": jnp.zeros(3)}
