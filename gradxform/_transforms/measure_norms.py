@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from gradxform._rows import boundary
@@ -114,5 +115,4 @@ def measure_norms(
 
 def _fits(g: Gradient, norm: Leaf) -> bool:
     """Whether a gradient has the axes of its norms in front."""
-    shape = jnp.shape(norm)
-    return maps.has_gradient(norm) and jnp.shape(g)[: len(shape)] == shape
+    return maps.has_gradient(norm) and np.shape(g)[: np.ndim(norm)] == np.shape(norm)
