@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from benchmarks.compilers import lower_training, placed
@@ -140,11 +141,11 @@ def test_a_clip_takes_the_same_sums():
 
 def test_shards_have_the_norms_of_the_whole():
     mesh = jax.make_mesh((4, 2), ("x", "y"), (jax.sharding.AxisType.Auto,) * 2)
-    specs = {"w": jax.P(None, ("x", "y")), "b": jax.P()}
+    specs = {"w": P(None, ("x", "y")), "b": P()}
     tx = gx.measure_norms(axis_name=specs, stacked_axes={"w": 1, "b": 0})
     grads = {"w": jnp.arange(48.0).reshape(3, 16), "b": jnp.array([3.0, 4.0])}
 
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=jax.P())
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs,), out_specs=P())
     def measured(grads):
         return tx.update(grads, tx.init(grads))[1].norms
 
