@@ -97,6 +97,8 @@ from gradxform._transforms.master_weights import (
     get_master_weights as get_master_weights,
 )
 from gradxform._transforms.master_weights import master_weights as master_weights
+from gradxform._transforms.measure_norms import MeasureNormsState as MeasureNormsState
+from gradxform._transforms.measure_norms import measure_norms as measure_norms
 from gradxform._transforms.novograd import ScaleByNovogradState as ScaleByNovogradState
 from gradxform._transforms.novograd import novograd as novograd
 from gradxform._transforms.novograd import scale_by_novograd as scale_by_novograd

@@ -128,6 +128,7 @@ KEPT = {
     "novograd": {"mu": "own", "nu": "real"},
     "delayed_nesterov": {"mu": "own", "accumulated": "wide"},
     "momentum_look_ahead": {"mu": "own"},
+    "measure_norms": {"norms": "real"},
 }
 
 RATE = {"learning_rate": 0.1}
@@ -238,6 +239,7 @@ DESCRIPTORS = (
         RATE | {"b1": 0.5, "alignment": gx.contrib.MomentumAlignment()},
         "heloco",
     ),
+    D("measure_norms", figures=((0, 4), (0.76, 8.33))),
     Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
     D("lazy", {"inner": ADAGRAD}, figures=((0, 7), (0.75, 11.33))),
     D(
@@ -427,6 +429,7 @@ NO_ORIGINAL = {
     "master_weights": "the page on half precision compares it with torch-optimi's and "
     "FlashOptim's, which belong to their own optimizers",
     "measure_cosine": "a measurement of its own",
+    "measure_norms": "a log's norms; loops of others compute them beside the step",
     "round_stochastically": "the page on half precision compares it with torchao's",
     "skip_spikes": "the page on spikes compares it with OLMo-core and MaxText",
 }

@@ -63,6 +63,13 @@ def divided(g, acc, eps, eps_in_sqrt):
     return np.where(g == 0, 0, quotient)
 
 
+def measure_norms(params, sequence, learning_rate):
+    """Yields ``(params, norms)`` after each step."""
+    for grads in sequence:
+        params = {k: params[k] - learning_rate * g for k, g in grads.items()}
+        yield params, {k: np.sqrt(np.sum(np.abs(g) ** 2)) for k, g in grads.items()}
+
+
 def adagrad(
     params,
     sequence,

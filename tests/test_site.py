@@ -92,7 +92,9 @@ def test_every_block_of_code_is_run(path):
             assert language.startswith("{")
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", SITE / "costs.md"], ids=str)
+@pytest.mark.parametrize(
+    "path", [SITE / "costs.md", SITE / "late.md", SITE / "larger_model.md"], ids=str
+)
 def test_every_picture_is_there_for_light_and_dark_pages(path):
     text = path.read_text()
     pictures = PICTURE.findall(text)

@@ -6,6 +6,7 @@ One transformation a file, which has the name of its alias. Beside these:
   puts Keras's clip arguments in front of an optimizer and hands it the norms.
 - ``momentum``: how momentum begins and is read, for every optimizer that has one.
 - ``half``: half precision, for ``master_weights`` and ``round_stochastically``.
+- ``measure_norms``: norms for the log, which change nothing.
 - ``learning_rate``: the last link of every alias.
 
 Imports ``_trees`` and ``_rows``.

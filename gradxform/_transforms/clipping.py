@@ -50,7 +50,7 @@ def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
     Array(300., dtype=float32)
     """
     with jax.transfer_guard_host_to_device("allow"):
-        tree = boundary.entered(tree)
+        tree = norms.alone(boundary.entered(tree))
         _, total = norms.squared_norms(tree, axis_name=axis_name)
         return arithmetic.safe_sqrt(total)
 

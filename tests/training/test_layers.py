@@ -172,6 +172,11 @@ LABELS = {
 }
 OPTIMIZERS = {
     "sgd": optax.sgd(SCHEDULE),
+    "norms": optax.chain(
+        gx.measure_norms(stacked_axes=stacked),
+        optax.adamw(SCHEDULE),
+        gx.measure_norms(stacked_axes=stacked),
+    ),
     "momentum": optax.sgd(0.1, momentum=0.9, nesterov=True),
     "adam": optax.adam(SCHEDULE),
     "adamw": optax.adamw(SCHEDULE, weight_decay=0.1, mask=decayed),
@@ -829,6 +834,19 @@ def test_no_gradients_of_all_layers_are_kept(name):
     how = {"layers": ("layers",), "two_passes": two_passes}
     assert compiled(tx, devices("cpu")) > 1
     assert compiled(tx, devices("cpu"), **how) < 0.25
+
+
+@pytest.mark.figures
+def test_norms_of_layers_for_a_log_cost_nothing():
+    """And there is none for a whole stack: it says what to do."""
+    how, adamw = {"layers": ("layers",)}, optax.adamw(1e-2)
+    axes = {"embed": 0, "layers": 1, "norm": 0}
+    tx = optax.chain(gx.measure_norms(stacked_axes=axes), adamw)
+    least = compiled(adamw, devices("cpu"), **how)
+    assert compiled(tx, devices("cpu"), **how) < least + 0.02  # One matrix of a layer.
+    of_stacks = optax.chain(gx.measure_norms(), adamw)
+    with pytest.raises(TypeError, match="MeasureNormsState"):
+        compiled(of_stacks, devices("cpu"), **how)
 
 
 def test_a_callback_with_a_layer_is_refused():

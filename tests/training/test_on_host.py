@@ -107,12 +107,15 @@ def test_a_stale_push_changes_nothing(gate, layers):
     check(tx, layers=layers, local_step=0)  # The last pushes are stale.
 
 
+@pytest.mark.slow
 def test_two_passes():
     tx = optax.chain(gx.clip_by_global_norm(0.1), optax.adam(1e-2))
     check(gx.skip_spikes(tx), layers=("blocks",), two_passes=True)
 
 
-@pytest.mark.parametrize("layers", [(), ("blocks",)])
+@pytest.mark.parametrize(
+    "layers", [pytest.param((), marks=pytest.mark.slow), ("blocks",)]
+)
 def test_master_weights_to_the_bit(layers):
     tx = gx.master_weights(optax.adamw(1e-2))
     make = functools.partial(start, "bfloat16")
