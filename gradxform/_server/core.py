@@ -304,16 +304,13 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore(snapshot.state)
         counters = snapshot.counters
-        # Before the first release these two were not saved, or None for a worker.
-        self._accumulated = counters.get("accumulated", 0)
-        self.ahead = {worker: n for worker, n in counters.get("ahead", ()) if n}
+        self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._staleness = collections.Counter(staleness)
         accepted, self._before = counters["accepted"], snapshot.pushes
         answers = {
-            # Before the first release the dropped ones were saved, too, or no counts.
-            worker: Answer(number, local_step, PushResult(*result), *counts[:1])
-            for worker, number, local_step, result, *counts in counters["answers"]
+            worker: Answer(number, local_step, PushResult(*result), count)
+            for worker, number, local_step, result, count in counters["answers"]
         }
         self._tally = Tally(self._before, accepted, answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())

@@ -14,6 +14,7 @@ import zlib
 
 LOCK = "gradxform.lock"
 OWNER = "gradxform.owner"
+SAVED = "It has had a checkpoint here.\n"
 SUMS = "checksums.json"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
@@ -49,46 +50,104 @@ class Folder:
     """A folder that belongs to one run at a time.
 
     Each checkpoint is a folder in it, named by a number. Beside orbax's files lies a
-    file with their checksums, as orbax does not notice changed bytes.
+    file with their checksums, as orbax does not notice changed bytes. Another file says
+    whose the folder is, and whether that run has a checkpoint there.
+
+    Args:
+      directory: its path.
+      run: identifies the run, if another process of it had the folder, and has died.
+
+    Attributes:
+      run: as given, or a new one.
+      has_saved: whether the run has had a checkpoint there.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, run: str | None = None) -> None:
         from filelock import FileLock
 
-        self._path = pathlib.Path(directory)
+        self._path, self._goes_on = pathlib.Path(directory), run is not None
         # Any thread may release it.
         self._lock = FileLock(self._path / LOCK, PATIENCE, thread_local=False)
-        run = f"run {secrets.token_hex(4)} of process {os.getpid()}"
-        self._owner = f"{run} on {socket.gethostname()}"
+        self.run, self.has_saved = run or secrets.token_hex(4), False
+        self._run = f"run {self.run} of "
+        self._owner = f"{self._run}process {os.getpid()} on {socket.gethostname()}\n"
 
     def take(self) -> None:
         """Locks the folder for this run, until :meth:`release` or this process's end.
 
         Raises:
-          OSError: another run writes there, or the folder is not writable.
+          OSError: another run writes there; or the folder is not writable, cannot be
+            locked, or is not that of the run.
         """
-        self._path.mkdir(parents=True, exist_ok=True)
-        owner = self._path / OWNER
+        if self._goes_on:
+            self._check_same()  # Before the lock makes a new folder.
+        else:
+            self._path.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire()
         except TimeoutError:
-            other = owner.read_text() if owner.exists() else "another run"
-            raise OSError(
-                f"checkpoint: {other} saves itself in {self._path}: wait until it "
-                "ends, or give another directory."
-            ) from None
+            raise OSError(self._busy()) from None
+        except OSError as error:
+            message = f"checkpoint: {self._path / LOCK} cannot be locked"
+            raise OSError(error.errno, f"{message}: {error.strerror}.") from error
         try:
-            owner.write_text(self._owner)
+            if self._goes_on:  # Another run may have had it meanwhile.
+                self._check_same()
+            said = self._owner + SAVED * self.has_saved
+            (self._path / OWNER).write_text(said)
         except BaseException:
             self.release()
             raise
 
-    def is_there(self) -> bool:
-        """Whether the folder at this path is the one that this run has taken."""
+    def _busy(self) -> str:
+        lock = self._path / LOCK
+        message = (
+            f"checkpoint: {self._said().partition(chr(10))[0] or 'another run'} saves "
+            f"itself in {self._path}: wait until it ends, or give another directory."
+        )
+        # Where files cannot be locked, its existence is the lock, and has a content.
+        if lock.exists() and lock.stat().st_size:
+            message += f" If that process has died, delete {lock}."
+        return message
+
+    def _said(self) -> str:
+        """What the file of the owner says; nothing if it is missing."""
         try:
-            return (self._path / OWNER).read_text() == self._owner
-        except FileNotFoundError:
-            return False
+            return (self._path / OWNER).read_text(errors="replace")
+        except NO_FILE:
+            return ""
+
+    def _check_same(self) -> None:
+        if (why := self.lost(self._run)) is not None:
+            raise OSError(
+                f"checkpoint: {why}. The server has died, and the run goes on only "
+                "from its own checkpoints: bring the directory back, and make the same "
+                "call again."
+            )
+        self.has_saved = SAVED in self._said()
+
+    def lost(self, owner: str | None = None) -> str | None:
+        """Why the folder at this path is not that of this run; None if it is.
+
+        Args:
+          owner: how the file of the owner begins; by default as this process wrote it.
+        """
+        if not self._path.is_dir():
+            return f"{self._path} was deleted or moved during the run"
+        if (said := self._said()).startswith(owner or self._owner):
+            return None
+        file = self._path / OWNER
+        if not said.strip():
+            return f"{file} is missing or empty: {self._path} may be another directory"
+        return f"{file} names another run, or was changed"
+
+    def mark_saved(self) -> None:
+        """Notes in the file of the owner that this run has a checkpoint here."""
+        if not self.has_saved:
+            # On a full disk the file stays as it is.
+            with contextlib.suppress(OSError), open(self._path / OWNER, "a") as file:
+                file.write(SAVED)
+                self.has_saved = True
 
     def release(self) -> None:
         """Unlocks the folder for other runs."""

@@ -118,6 +118,7 @@ class ServerStatus(NamedTuple):
     # For the user, about the checkpoint that it goes on from; None without one.
     notes: Sequence[str] | None = None
     ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
+    run: str | None = None  # Identifies it in its directory of checkpoints.
 
 
 class Snapshot(NamedTuple):

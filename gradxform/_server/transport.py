@@ -29,6 +29,8 @@ class Transport:
 
     Args:
       core: of the server.
+      reader: of its arrays; by default of those of the core.
+      turns: by default its own ones.
 
     Attributes:
       core: as given.
@@ -37,11 +39,15 @@ class Transport:
       turns: runs what happens "in a turn", one call after the other.
     """
 
-    def __init__(self, core: Core) -> None:
-        self.core = core
-        self.reader = Reader(core.version.leaves)
+    def __init__(
+        self,
+        core: Core,
+        reader: Reader | None = None,
+        turns: SerialExecutor | None = None,
+    ) -> None:
+        self.core, self.reader = core, reader or Reader(core.version.leaves)
         self.tables = TablePaths(core.specs.types["params"])
-        self.turns = SerialExecutor("parameter-server")
+        self.turns = turns or SerialExecutor("parameter-server")
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
         """See :meth:`ParameterServer.pull`."""
