@@ -43,35 +43,25 @@ GONE = 10.0  # Seconds that a killed process may take to end.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
 # Ray would start an actor again by itself, and repeat its calls. The engine does both.
 OURS = {"max_restarts": 0, "max_task_retries": 0}
-# With one of these an actor could be another one's, outlive the run, refuse a call, or
-# mix the sequence of calls.
-REFUSED = (
-    "get_if_exists",
-    "lifetime",
-    "max_pending_calls",
-    "concurrency_groups",
-    "allow_out_of_order_execution",
-)
+# With these an actor may be that of another run, outlive the run, or handle calls in
+# another way.
+REFUSED = ["get_if_exists", "lifetime", "max_pending_calls", "concurrency_groups"]
 
 
 def options_of(
     name: str, given: Mapping[str, Any] | None, *refused: str
 ) -> dict[str, Any]:
-    """Ray's options for actors of a run, checked.
+    """Ray's options for the actors of a run.
 
     Raises:
       ValueError: the engine would not work with one of them.
     """
     options = dict(given or {})
-    for option in (*REFUSED, *refused):
+    for option in (*REFUSED, "allow_out_of_order_execution", *refused):
         if option in options:
-            raise ValueError(
-                f"{name}: {option} is not for the actors of a run, got "
-                f"{options[option]!r}: leave it out."
-            )
-    if "max_concurrency" in options:
-        most = options["max_concurrency"]
-        checks.in_range(f"{name}: max_concurrency", most, "[1, inf)", integer=True)
+            raise ValueError(f"{name}: the engine cannot have {option}: leave it out.")
+    most = options.get("max_concurrency", 1)
+    checks.in_range(f"{name}: max_concurrency", most, "[1, inf)", integer=True)
     return options | OURS
 
 

@@ -23,12 +23,7 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past, summary
 from gradxform._trees import checks
-from gradxform.engines._ending import (
-    ending,
-    handled,
-    terminated,
-    uninterrupted,
-)
+from gradxform.engines._ending import ending, handled, terminated, uninterrupted
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._work import (

@@ -80,51 +80,41 @@ class Folder:
             locked, or is not that of the run.
         """
         if self._goes_on:
-            self._check_same()  # Before the lock makes a new folder.
+            self.check_same(self.lost(self._run))  # Before the lock makes a new folder.
+            self.has_saved = SAVED in self._text(OWNER)
         else:
             self._path.mkdir(parents=True, exist_ok=True)
+        lock = self._path / LOCK
         try:
             self._lock.acquire()
         except TimeoutError:
-            raise OSError(self._busy()) from None
+            other = self._text(OWNER).partition("\n")[0] or "another run"
+            message = (
+                f"checkpoint: {other} saves itself in {self._path}: wait until it "
+                "ends, or give another directory."
+            )
+            # Where files cannot be locked, the file itself is the lock, with a content.
+            if self._text(LOCK):
+                message += f" If that process has died, delete {lock}."
+            raise OSError(message) from None
         except OSError as error:
-            message = f"checkpoint: {self._path / LOCK} cannot be locked"
-            raise OSError(error.errno, f"{message}: {error.strerror}.") from error
+            message = f"checkpoint: {lock} cannot be locked: {error.strerror}."
+            raise OSError(error.errno, message) from error
         try:
             if self._goes_on:  # Another run may have had it meanwhile.
-                self._check_same()
+                self.check_same(self.lost(self._run))
             said = self._owner + SAVED * self.has_saved
             (self._path / OWNER).write_text(said)
         except BaseException:
             self.release()
             raise
 
-    def _busy(self) -> str:
-        lock = self._path / LOCK
-        message = (
-            f"checkpoint: {self._said().partition(chr(10))[0] or 'another run'} saves "
-            f"itself in {self._path}: wait until it ends, or give another directory."
-        )
-        # Where files cannot be locked, its existence is the lock, and has a content.
-        if lock.exists() and lock.stat().st_size:
-            message += f" If that process has died, delete {lock}."
-        return message
-
-    def _said(self) -> str:
-        """What the file of the owner says; nothing if it is missing."""
+    def _text(self, name: str) -> str:
+        """The content of a file; nothing if it is missing."""
         try:
-            return (self._path / OWNER).read_text(errors="replace")
+            return (self._path / name).read_text(errors="replace")
         except NO_FILE:
             return ""
-
-    def _check_same(self) -> None:
-        if (why := self.lost(self._run)) is not None:
-            raise OSError(
-                f"checkpoint: {why}. The server has died, and the run goes on only "
-                "from its own checkpoints: bring the directory back, and make the same "
-                "call again."
-            )
-        self.has_saved = SAVED in self._said()
 
     def lost(self, owner: str | None = None) -> str | None:
         """Why the folder at this path is not that of this run; None if it is.
@@ -132,14 +122,23 @@ class Folder:
         Args:
           owner: how the file of the owner begins; by default as this process wrote it.
         """
+        said, file = self._text(OWNER), self._path / OWNER
+        if said.startswith(owner or self._owner):
+            return None
         if not self._path.is_dir():
             return f"{self._path} was deleted or moved during the run"
-        if (said := self._said()).startswith(owner or self._owner):
-            return None
-        file = self._path / OWNER
         if not said.strip():
             return f"{file} is missing or empty: {self._path} may be another directory"
         return f"{file} names another run, or was changed"
+
+    def check_same(self, why: str | None) -> None:
+        """Raises ``OSError`` if there is a reason not to go on after a death."""
+        if why is not None:
+            raise OSError(
+                f"checkpoint: {why}. The server has died, and the run goes on only "
+                "from its own checkpoints: bring the directory back, and make the same "
+                "call again."
+            )
 
     def mark_saved(self) -> None:
         """Notes in the file of the owner that this run has a checkpoint here."""
@@ -153,7 +152,7 @@ class Folder:
         """Unlocks the folder for other runs."""
         self._lock.release()
 
-    def check(self) -> None:
+    def check_entries(self) -> None:
         """Looks for entries that no run has made.
 
         Raises:

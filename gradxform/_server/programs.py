@@ -16,7 +16,7 @@ from jax.sharding import Sharding
 from gradxform._late.counters import dropped, outermost
 from gradxform._late.measure_cosine import cosines
 from gradxform._rows import boundary
-from gradxform._rows.stored_rows import padded
+from gradxform._rows.table_rows import padded
 from gradxform._server.callbacks import Callbacks
 from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for

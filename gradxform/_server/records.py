@@ -56,7 +56,6 @@ class ServerStats(NamedTuple):
         step.
       dropped: pushes that came too late, or that a gate has left out otherwise.
       staleness: the number of pushes for each staleness, in steps.
-      pushes_per_second: from the first push to the last; 0 before the second.
       global_step: steps taken.
       lost: why the server has lost its parameters and needs
         :meth:`ParameterServer.restore`; None while all is well.
@@ -65,7 +64,6 @@ class ServerStats(NamedTuple):
     accepted: int
     dropped: int
     staleness: dict[int, int]
-    pushes_per_second: float
     global_step: int
     lost: str | None = None
 

@@ -109,7 +109,7 @@ class Store:
             folder = Folder(directory, run)
             folder.take()
             try:
-                folder.check()
+                folder.check_entries()
             except BaseException:
                 folder.release()
                 raise
@@ -127,10 +127,8 @@ class Store:
         with self._manager() as manager:
             newest = manager.latest_step()
         if newest is None and self._folder is not None and self._folder.has_saved:
-            raise OSError(
-                f"checkpoint: {self.checkpoint.directory} has no checkpoint any more, "
-                "and the run had one there before its server died. Bring it back, and "
-                "make the same call again."
+            self._folder.check_same(
+                f"{self.checkpoint.directory} has no checkpoint any more"
             )
         return newest
 

@@ -12,13 +12,7 @@ from gradxform._rows.table_rows import TableRows, ascending
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
-from gradxform._server.reader import (
-    Ids,
-    PullRequest,
-    Reader,
-    Reading,
-    TablePaths,
-)
+from gradxform._server.reader import Ids, PullRequest, Reader, Reading, TablePaths
 from gradxform._server.records import GlobalStep, Snapshot
 from gradxform._server.serial_executor import SerialExecutor
 from gradxform._server.store import Store
