@@ -160,7 +160,7 @@ def positions(part: TableRows, ids: jax.Array) -> jax.Array:
     return jnp.where(found == ids, position, length)
 
 
-def read(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def read_part(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of a part and their ids: padding for rows that are not there.
 
     Raises:

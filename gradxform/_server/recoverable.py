@@ -6,7 +6,7 @@ import math
 from typing import Any, NoReturn
 
 from gradxform._server.checkpoints import Checkpoint
-from gradxform._server.parameter_server import ParameterServer
+from gradxform._server.parameter_server import ThreadServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
@@ -19,7 +19,7 @@ NO_RESTORE = (
 )
 
 
-class RecoverableServer(ParameterServer[Any]):
+class RecoverableServer(ThreadServer[Any]):
     """A server that saves itself, and starts from the newest checkpoint.
 
     Args:
