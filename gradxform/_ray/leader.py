@@ -42,9 +42,9 @@ class GroupTransport(Transport):
 
     def __init__(self, process: Process, followers: Followers) -> None:
         cuts = (cut for each in process.layouts for cut in each.cuts)
-        own = process.core, process.reader
-        self._sends = RayTransport(*own, cuts, followers, part_of)
-        super().__init__(*own, self._sends.turns)
+        self._sends = RayTransport(process.core, cuts, followers, part_of)
+        super().__init__(process.core, self._sends.turns)
+        self.reader = self._sends.reader = process.reader
         self._process, self._followers = process, followers
         self._keys = itertools.count()  # Each is for what belongs together.
 

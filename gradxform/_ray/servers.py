@@ -100,9 +100,8 @@ class RayServer:
                 try:
                     actor = self.processes.start(checkpoint, check)
                     # It must begin before anybody else can call it.
-                    asked: list[ObjectRef[ServerStatus]]
-                    asked = [actor.begin.remote(self._run)]
-                    self._run = self.processes.answers(asked, check)[0].run
+                    begins: ObjectRef[ServerStatus] = actor.begin.remote(self._run)
+                    self._run = self.processes.answers([begins], check)[0].run
                 except self._ray.exceptions.RayActorError as again:
                     error = again
                 except self._ray.exceptions.RayTaskError as refusal:

@@ -14,7 +14,7 @@ from gradxform._ray.messages import Gathered, Joined, packed_parts
 from gradxform._ray.wire import Bytes, Payload
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
-from gradxform._server.reader import Form, Ids, PullRequest, Reader, size_for
+from gradxform._server.reader import Form, Ids, PullRequest, size_for
 from gradxform._server.records import GlobalStep
 from gradxform._server.transport import Transport
 from gradxform._trees.types import PyTree
@@ -58,7 +58,6 @@ class RayTransport(Transport):
 
     Args:
       core: of the server, in this process.
-      reader: of the arrays in this process.
       cuts: for each leaf the axis along which it lies in parts in several processes;
         by default none does.
       followers: the other processes.
@@ -68,12 +67,11 @@ class RayTransport(Transport):
     def __init__(
         self,
         core: Core,
-        reader: Reader | None = None,
         cuts: Iterable[int | None] = (),
         followers: Followers | None = None,
         own: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> None:
-        super().__init__(core, reader)
+        super().__init__(core)
         wire.register()
         self._own = own
         self._tree = core.specs.params([*range(core.specs.num_params)])

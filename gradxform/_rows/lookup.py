@@ -76,11 +76,9 @@ def lookup(
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
     ids = jnp.asarray(rows_of("ids", as_array(ids), table.shape[0]))
-    return (
-        read_part(table, ids)[0]
-        if isinstance(table, TableRows)
-        else read_rows(table, ids)
-    )
+    if isinstance(table, TableRows):
+        return read_part(table, ids)[0]
+    return read_rows(table, ids)
 
 
 @overload

@@ -15,6 +15,7 @@ import zlib
 LOCK = "gradxform.lock"
 OWNER = "gradxform.owner"
 SAVED = "It has had a checkpoint here.\n"
+BRING_BACK = "Bring the directory back, and make the same call again."
 SUMS = "checksums.json"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
@@ -69,8 +70,6 @@ class Folder:
         # Any thread may release it.
         self._lock = FileLock(self._path / LOCK, PATIENCE, thread_local=False)
         self.run, self.has_saved = run or secrets.token_hex(4), False
-        self._run = f"run {self.run} of "
-        self._owner = f"{self._run}process {os.getpid()} on {socket.gethostname()}\n"
 
     def take(self) -> None:
         """Locks the folder for this run, until :meth:`release` or this process's end.
@@ -80,11 +79,10 @@ class Folder:
             locked, or is not that of the run.
         """
         if self._goes_on:
-            self.check_same(self.lost(self._run))  # Before the lock makes a new folder.
+            self.check_own()  # Before the lock makes a new folder.
             self.has_saved = SAVED in self._text(OWNER)
         else:
             self._path.mkdir(parents=True, exist_ok=True)
-        lock = self._path / LOCK
         try:
             self._lock.acquire()
         except TimeoutError:
@@ -95,15 +93,16 @@ class Folder:
             )
             # Where files cannot be locked, the file itself is the lock, with a content.
             if self._text(LOCK):
-                message += f" If that process has died, delete {lock}."
+                message += f" If that process has died, delete {self._path / LOCK}."
             raise OSError(message) from None
         except OSError as error:
-            message = f"checkpoint: {lock} cannot be locked: {error.strerror}."
-            raise OSError(error.errno, message) from error
+            message = f"checkpoint: {self._path / LOCK} cannot be locked"
+            raise OSError(error.errno, f"{message}: {error.strerror}.") from error
         try:
             if self._goes_on:  # Another run may have had it meanwhile.
-                self.check_same(self.lost(self._run))
-            said = self._owner + SAVED * self.has_saved
+                self.check_own()
+            process = f"process {os.getpid()} on {socket.gethostname()}\n"
+            said = f"run {self.run} of {process}{SAVED * self.has_saved}"
             (self._path / OWNER).write_text(said)
         except BaseException:
             self.release()
@@ -116,29 +115,17 @@ class Folder:
         except NO_FILE:
             return ""
 
-    def lost(self, owner: str | None = None) -> str | None:
-        """Why the folder at this path is not that of this run; None if it is.
-
-        Args:
-          owner: how the file of the owner begins; by default as this process wrote it.
-        """
+    def check_own(self) -> None:
+        """Raises ``OSError`` unless the folder at this path is that of this run."""
         said, file = self._text(OWNER), self._path / OWNER
-        if said.startswith(owner or self._owner):
-            return None
-        if not self._path.is_dir():
-            return f"{self._path} was deleted or moved during the run"
+        if said.startswith(f"run {self.run} of "):
+            return
+        why = f"{file} names another run, or was changed"
         if not said.strip():
-            return f"{file} is missing or empty: {self._path} may be another directory"
-        return f"{file} names another run, or was changed"
-
-    def check_same(self, why: str | None) -> None:
-        """Raises ``OSError`` if there is a reason not to go on after a death."""
-        if why is not None:
-            raise OSError(
-                f"checkpoint: {why}. The server has died, and the run goes on only "
-                "from its own checkpoints: bring the directory back, and make the same "
-                "call again."
-            )
+            why = f"{file} is missing or empty: {self._path} may be another directory"
+        if not self._path.is_dir():
+            why = f"{self._path} was deleted or moved during the run"
+        raise OSError(f"checkpoint: {why}. {BRING_BACK}")
 
     def mark_saved(self) -> None:
         """Notes in the file of the owner that this run has a checkpoint here."""

@@ -14,7 +14,7 @@ import jax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.folder import Folder, is_remote
+from gradxform._server.folder import BRING_BACK, Folder, is_remote
 from gradxform._server.records import Snapshot, summary
 from gradxform._trees import checks
 
@@ -127,9 +127,8 @@ class Store:
         with self._manager() as manager:
             newest = manager.latest_step()
         if newest is None and self._folder is not None and self._folder.has_saved:
-            self._folder.check_same(
-                f"{self.checkpoint.directory} has no checkpoint any more"
-            )
+            where = self.checkpoint.directory
+            raise OSError(f"checkpoint: {where} has no checkpoint left. {BRING_BACK}")
         return newest
 
     def is_due(self, global_step: int) -> bool:
@@ -182,8 +181,8 @@ class Store:
             "settings": self.checkpoint.settings,
         }
         attempt = next(self._attempts)  # Also if this process now raises an error.
-        if self._folder is not None and (why := self._folder.lost()) is not None:
-            raise OSError(f"checkpoint: {why}.")
+        if self._folder is not None:
+            self._folder.check_own()
         # To clean needs threads, and memory for one may be short. All that write
         # together have to agree.
         clean, self._failed = self._together or self._failed, True

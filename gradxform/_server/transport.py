@@ -23,8 +23,7 @@ class Transport:
 
     Args:
       core: of the server.
-      reader: of its arrays; by default of those of the core.
-      turns: by default its own ones.
+      turns: of the server; by default new ones.
 
     Attributes:
       core: as given.
@@ -33,13 +32,9 @@ class Transport:
       turns: runs what happens "in a turn", one call after the other.
     """
 
-    def __init__(
-        self,
-        core: Core,
-        reader: Reader | None = None,
-        turns: SerialExecutor | None = None,
-    ) -> None:
-        self.core, self.reader = core, reader or Reader(core.version.leaves)
+    def __init__(self, core: Core, turns: SerialExecutor | None = None) -> None:
+        self.core = core
+        self.reader = Reader(core.version.leaves)
         self.tables = TablePaths(core.specs.types["params"])
         self.turns = turns or SerialExecutor("parameter-server")
 

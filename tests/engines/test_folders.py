@@ -230,10 +230,11 @@ def test_a_folder_that_could_not_be_taken_is_free(error, tmp_path, monkeypatch):
         failing(patch, pathlib.Path, "write_text", error)
         with pytest.raises(type(error)):
             wanted.take()
-    assert wanted.lost()
+    with pytest.raises(OSError, match="owner is missing or empty"):
+        wanted.check_own()
     other = folder.Folder(str(tmp_path))
     other.take()
-    assert other.lost() is None
+    other.check_own()
     other.release()
 
 
@@ -389,7 +390,7 @@ def push(server, times):
         (move, "run was deleted or moved during the run"),
         (clear, "gradxform.owner is missing or empty"),
         (exchange, "gradxform.owner names another run"),
-        (forget_checkpoints, "run has no checkpoint any more"),
+        (forget_checkpoints, "run has no checkpoint left"),
     ],
 )
 @pytest.mark.parametrize("resumed", [False, True])
