@@ -498,10 +498,13 @@ def test_weak_types_of_gradients_compile_nothing_again():
     assert not any(x.weak_type for x in jax.tree.leaves(strong))
     server.push(strong, 0)
     once = len(compiled)
-    for grads in (weak, strong | {"b": 1.0}, strong):
+    for grads in (weak, strong):
         server.push(grads, 0)
     assert len(compiled) == once > 0
-    chex.assert_trees_all_equal(server.pull()[0], {"w": np.full(3, -3.0), "b": -3.0})
+    for number in (1.0, np.float64(1.0)):  # Also after others were compiled.
+        with pytest.raises(TypeError, match=r"grads has float64\[\]"):
+            server.push(strong | {"b": number}, 0)
+    chex.assert_trees_all_equal(server.pull()[0], {"w": np.full(3, -2.0), "b": -2.0})
 
 
 @pytest.mark.parametrize("worker", [7, -1, 2, np.int32(7), jnp.int32(2)], ids=repr)
