@@ -17,6 +17,7 @@ import numpy as np
 import optax
 
 import gradxform as gx
+from gradxform._late.gate import gate_of
 
 
 def factory(name: str) -> Callable[..., Any]:
@@ -407,7 +408,7 @@ DESCRIPTORS = (
     D("low_bit_state", {"inner": ADAGRAD}, figures=((1.01, 9.36), (1.07, 13.7))),
 )
 # The rows that act at once. A gate's conditional has tests of its own.
-UNGATED = [row for row in DESCRIPTORS if not getattr(row.make(), "guard", None)]
+UNGATED = [row for row in DESCRIPTORS if gate_of(row.make()) is None]
 
 # All that is public. from_config makes one of the others.
 TRANSFORMATIONS = [

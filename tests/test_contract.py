@@ -18,6 +18,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from gradxform._late.gate import gate_of
 from tests import oracles
 from tests.descriptors import DESCRIPTORS, UNGATED, factory
 
@@ -250,7 +251,7 @@ def test_a_gates_update_can_be_wrapped_named_timed_and_sent(row):
     assert tx.update.__name__ in codes
     lowered = jax.jit(jax.named_call(tx.update)).lower(*given, **extra)
     assert f"/{tx.update.__name__}/" in lowered.as_text(debug_info=True)
-    assert tx._replace(update=sent).guard is not None
+    assert gate_of(tx._replace(update=sent)) is not None
 
 
 @pytest.mark.parametrize("dtype", REAL + COMPLEX)

@@ -123,13 +123,7 @@ class GatedTransformation(optax.GradientTransformationExtraArgs):
     Attributes:
       init: as in any ``GradientTransformation``.
       update: as in any ``GradientTransformationExtraArgs``.
-      guard: the gate, for :func:`apply_gradients`; None if ``update`` has none.
     """
-
-    @property
-    def guard(self) -> Gate | None:
-        """The gate that came with ``update``."""
-        return gate_of(self)
 
 
 def gate_of(tx: optax.GradientTransformation) -> Gate | None:

@@ -23,6 +23,7 @@ from gradxform._server.core import of_one_process
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
 from gradxform._server.recoverable import RecoverableServer
+from gradxform._trees import checks
 from gradxform._trees.types import T
 from gradxform.engines._job import Job
 from gradxform.engines._pool import LOOK, server_options
@@ -40,6 +41,28 @@ ROOM = 20.0  # Seconds without room, after which a message says so.
 GONE = 10.0  # Seconds that a killed process may take to end.
 # These are strategies of Ray's placement groups; a single actor cannot have them.
 TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
+# Ray would start an actor again by itself, and repeat its calls. The engine does both.
+OURS = {"max_restarts": 0, "max_task_retries": 0}
+# With these an actor may be that of another run, outlive the run, or handle calls in
+# another way.
+REFUSED = ["get_if_exists", "lifetime", "max_pending_calls", "concurrency_groups"]
+
+
+def options_of(
+    name: str, given: Mapping[str, Any] | None, *refused: str
+) -> dict[str, Any]:
+    """Ray's options for the actors of a run.
+
+    Raises:
+      ValueError: the engine would not work with one of them.
+    """
+    options = dict(given or {})
+    for option in (*REFUSED, "allow_out_of_order_execution", *refused):
+        if option in options:
+            raise ValueError(f"{name}: the engine cannot have {option}: leave it out.")
+    most = options.get("max_concurrency", 1)
+    checks.in_range(f"{name}: max_concurrency", most, "[1, inf)", integer=True)
+    return options | OURS
 
 
 def layout_of(
@@ -120,7 +143,7 @@ class Processes:
         self._cause = leader.cause.remote()
         for number, options in enumerate(others, 1):
             # Ray keeps the sequence of calls if there is one thread for them.
-            groups = {CALLS: options.pop("max_concurrency") + 1}  # One waits for good.
+            groups = {CALLS: options.pop("max_concurrency")}
             actor = ray.remote(concurrency_groups=groups)(Follower).options(**options)
             self._actors.append(actor.remote(number))
         asked: list[ObjectRef[str]] = [
@@ -164,9 +187,9 @@ class Processes:
 
     def _placed(self, count: int, check: Check) -> list[dict[str, Any]]:
         """The options of each actor."""
-        # An actor that Ray starts again by itself would not belong to the group. Two
-        # actors cannot have one name.
-        each = {**self._options, "max_restarts": 0, "max_task_retries": 0}
+        each = dict(self._options)
+        each["max_concurrency"] += 1  # One call waits for good.
+        # Two actors cannot have one name.
         options = [{**each} for _ in range(count)]
         for of_follower in options[1:]:
             of_follower.pop("name", None)

@@ -15,20 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from gradxform._ray.actors import Processes, layout_of
+from gradxform._ray.actors import Processes, layout_of, options_of
 from gradxform._ray.connect import Connection, connect
 from gradxform._ray.layout import Layout, Shardings
 from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.records import ServerStatus, is_past
+from gradxform._server.records import ServerStatus, is_past, summary
 from gradxform._trees import checks
-from gradxform.engines._ending import (
-    ending,
-    handled,
-    terminated,
-    uninterrupted,
-)
+from gradxform.engines._ending import ending, handled, terminated, uninterrupted
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._work import (
@@ -82,6 +77,8 @@ def ray(
       max_deaths: how often each worker, and the server, may die.
       worker_options: Ray's options for the workers' actors, as ``{"num_gpus": 1}``.
       server_options: Ray's options for the server's actor, or for each of its actors.
+        ``max_restarts`` and ``max_task_retries`` are always 0, for workers, too: see
+        ``max_deaths``. Some options are an error, as a run would not work with them.
         With several processes, ``scheduling_strategy`` may also be the strategy of a
         Ray placement group: ``"STRICT_SPREAD"`` puts each on a machine of its own.
       server_processes: how many processes make up the server. Each has a part of the
@@ -110,7 +107,12 @@ def ray(
     checks.in_range("max_deaths", max_deaths, "[0, inf)", integer=True)
     checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
     layout = layout_of(job.params, server_processes, server_shardings)
-    run = _Ray(ray, job, max_deaths, dict(worker_options or {}))
+    # For all workers at once, and some for other callers.
+    options = {"max_concurrency": len(job.workers) + 8}
+    options |= options_of("server_options", server_options)
+    # Several workers cannot have one name.
+    of_worker = options_of("worker_options", worker_options, "name")
+    run = _Ray(ray, job, max_deaths, of_worker)
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
             is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -123,8 +125,6 @@ def ray(
                 )
             except SystemExit:  # Also Ray's own answer to ``SIGTERM``, while it starts.
                 terminated(None, given)
-        # For all workers at once, and some for other callers.
-        options = {"max_concurrency": len(job.workers) + 8, **(server_options or {})}
         # As early as possible: Ray's handler ends the process without saving the run.
         handler = signal.getsignal(signal.SIGTERM)
         rays = getattr(handler, "__module__", "").startswith("ray.")
@@ -195,6 +195,19 @@ class _RayWorker:
             return gradient.work(time.sleep)
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
+        except Exception as error:
+            if _can_be_sent(error):
+                raise
+            why = "this exception cannot be pickled and rebuilt"
+            raise RuntimeError(f"{summary(error)} ({why})") from error
+
+
+def _can_be_sent(error: Exception) -> bool:
+    pickle = sys.modules["ray"].cloudpickle
+    try:
+        return isinstance(pickle.loads(pickle.dumps(error)), Exception)
+    except Exception:  # Whatever its methods raise.
+        return False
 
 
 class _Ray(WorkerPool):
@@ -234,11 +247,12 @@ class _Ray(WorkerPool):
             outcome: Push | Exception
             try:
                 outcome = ray.get(done)
-            except ray.exceptions.RayTaskError as error:
+            except ray.exceptions.RayError as error:
+                raised = isinstance(error, ray.exceptions.RayTaskError)
+                if isinstance(error, ray.exceptions.RayActorError) and not raised:
+                    self._replace_worker(index, error)
+                    continue
                 outcome = error  # The worker's code has raised; its process lives.
-            except ray.exceptions.RayActorError as error:
-                self._replace_worker(index, error)
-                continue
             if push := self._take(index, outcome):
                 self._hand_out()  # Before the consumer works on this push.
                 yield push

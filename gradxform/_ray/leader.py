@@ -22,15 +22,17 @@ from gradxform._ray.process import Process, joined, part_of
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared, Stepped
+from gradxform._server.reader import PullRequest
 from gradxform._server.records import Snapshot, summary
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.specs import Leaves
 from gradxform._server.store import Store
+from gradxform._server.transport import Transport
 
 LAST_WORD = 0.5  # Seconds in which the engine gets the cause of a death.
 
 
-class GroupTransport(RayTransport):
+class GroupTransport(Transport):
     """All processes prepare a push or a pull; then one command in a turn runs it.
 
     Args:
@@ -40,12 +42,17 @@ class GroupTransport(RayTransport):
 
     def __init__(self, process: Process, followers: Followers) -> None:
         cuts = (cut for each in process.layouts for cut in each.cuts)
-        super().__init__(process.core, cuts, followers)
-        self.reader, self._process = process.reader, process
+        self._sends = RayTransport(process.core, cuts, followers, part_of)
+        super().__init__(process.core, self._sends.turns)
+        self.reader = self._sends.reader = process.reader
+        self._process, self._followers = process, followers
         self._keys = itertools.count()  # Each is for what belongs together.
 
-    def _own(self, x: jax.Array) -> jax.Array:
-        return part_of(x)
+    def pull(self, request: PullRequest) -> tuple[Any, int]:
+        return self._sends.pull(request)
+
+    def state(self) -> Any:
+        return self._sends.state()
 
     @contextlib.contextmanager
     def prepared(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 
 from gradxform._ray.transport import RayTransport
-from gradxform._server import parameter_server
 from gradxform._server.core import Core
+from gradxform._server.parameter_server import ThreadServer
 from gradxform._server.transport import Transport
 from gradxform._trees.types import Params
 
 
-class ParameterServer(parameter_server.ParameterServer[Params]):
+class ParameterServer(ThreadServer[Params]):
     """Parameters and optimizer state that workers on many threads pull and push to.
 
     Every push is one compiled :func:`apply_gradients`, one push after the other. All

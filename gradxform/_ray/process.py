@@ -22,12 +22,7 @@ from gradxform._ray.layout import AXIS, Layout, spec
 from gradxform._ray.messages import Part
 from gradxform._server.core import Core
 from gradxform._server.placement import is_function, with_gate
-from gradxform._server.programs import (
-    Prepared,
-    PushPrograms,
-    check_finite,
-    in_sizes,
-)
+from gradxform._server.programs import Prepared, PushPrograms, check_finite, in_sizes
 from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
 from gradxform._server.specs import leaves_like

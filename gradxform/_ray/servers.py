@@ -21,6 +21,7 @@ from gradxform._trees import checks
 from gradxform.engines._work import ServerDiedError
 
 if TYPE_CHECKING:
+    from ray import ObjectRef
     from ray.actor import ActorHandle
 
 logger = logging.getLogger("gradxform")
@@ -55,6 +56,8 @@ class RayServer:
 
     def __post_init__(self) -> None:
         self._ray = require("ray", "ray")
+        self._run: str | None = None  # Identifies the run in its directory.
+        self._refused: Exception | None = None  # Why no other server can begin.
         self._lock = threading.Lock()  # Only one of two threads replaces a dead actor.
 
     def begin(self) -> ServerStatus:
@@ -90,14 +93,20 @@ class RayServer:
         checkpoint = self.checkpoint
         with self._lock:
             while self.actor is dead:
+                if self._refused is not None:
+                    raise self._refused
                 if error is not None:
                     checkpoint = self._count(error)
                 try:
                     actor = self.processes.start(checkpoint, check)
                     # It must begin before anybody else can call it.
-                    self.processes.answers([actor.begin.remote()], check)
+                    begins: ObjectRef[ServerStatus] = actor.begin.remote(self._run)
+                    self._run = self.processes.answers([begins], check)[0].run
                 except self._ray.exceptions.RayActorError as again:
                     error = again
+                except self._ray.exceptions.RayTaskError as refusal:
+                    self._refused = refusal
+                    raise
                 else:
                     self.actor = actor
 

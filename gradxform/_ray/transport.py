@@ -61,6 +61,7 @@ class RayTransport(Transport):
       cuts: for each leaf the axis along which it lies in parts in several processes;
         by default none does.
       followers: the other processes.
+      own: gives the array in this process of a leaf.
     """
 
     def __init__(
@@ -68,9 +69,11 @@ class RayTransport(Transport):
         core: Core,
         cuts: Iterable[int | None] = (),
         followers: Followers | None = None,
+        own: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> None:
         super().__init__(core)
         wire.register()
+        self._own = own
         self._tree = core.specs.params([*range(core.specs.num_params)])
         self._types = jax.tree.leaves(core.specs.types)
         self._cuts = [*cuts] or [None] * len(self._types)
@@ -165,10 +168,6 @@ class RayTransport(Transport):
             if len(own) or not process:
                 share[number] = own
         return share
-
-    def _own(self, x: jax.Array) -> jax.Array:
-        """The array that this process reads of a leaf."""
-        return x
 
 
 def _copied(sent: Sent) -> Sent:

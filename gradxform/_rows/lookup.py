@@ -19,7 +19,7 @@ from gradxform._rows.rows import (
     replicated,
     rows_of,
 )
-from gradxform._rows.table_rows import TableRows, no_gradients, read
+from gradxform._rows.table_rows import TableRows, no_gradients, read_part
 from gradxform._trees import checks, constants, maps, versions
 from gradxform._trees.types import Params
 
@@ -76,9 +76,9 @@ def lookup(
     if not table.ndim:
         raise ValueError("table must have at least one axis, got a scalar.")
     ids = jnp.asarray(rows_of("ids", as_array(ids), table.shape[0]))
-    return (
-        read(table, ids)[0] if isinstance(table, TableRows) else read_rows(table, ids)
-    )
+    if isinstance(table, TableRows):
+        return read_part(table, ids)[0]
+    return read_rows(table, ids)
 
 
 @overload

@@ -199,7 +199,7 @@ class _Reader(NamedTuple):
         fills = eqn.params.get("mode") == jax.lax.GatherScatterMode.FILL_OR_DROP
         fill = eqn.params.get("fill_value")
         if isinstance(part, TableRows):
-            rows, there = table_rows.read(part, taken)
+            rows, there = table_rows.read_part(part, taken)
             # A slice of a single row may keep an axis of length 1.
             rows = rows.reshape(_result(eqn).shape)
             ids = jnp.where(there == height, height, ids)

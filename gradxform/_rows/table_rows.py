@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, Self
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows.indexed_slices import (
+    IndexedSlices,
+    ascending_rows,
+    is_sparse,
+    padded_rows,
+)
 from gradxform._rows.rows import is_known, read_rows, searchsorted
-from gradxform._rows.stored_rows import StoredRows
+from gradxform._rows.stored_rows import RowSparseError, node
 from gradxform._trees import checks, maps
-from gradxform._trees.types import Leaf, Path
+from gradxform._trees.types import Leaf, Path, SparseLeaf
 
 HINT = (
     "a part of a table (gradxform.TableRows) is no array. Read its rows with "
@@ -20,8 +28,8 @@ HINT = (
 )
 
 
-@jax.tree_util.register_pytree_with_keys_class
-class TableRows(StoredRows):
+@node(HINT)
+class TableRows(SparseLeaf):
     r"""A part of a table: some of its rows, where the rest of it is elsewhere.
 
     ``ParameterServer.pull(rows=...)`` gives it instead of the table. A loss reads its
@@ -69,26 +77,77 @@ class TableRows(StoredRows):
     Array([20.,  0.], dtype=float32)
     """
 
-    _hint = HINT
-    _always_summed = True
-
-    def _finish(self) -> None:
-        if is_known(self.indices):
-            known, counts = np.unique(np.asarray(self.indices), return_counts=True)
-            repeated = known[(counts > 1) & (known < self.dense_shape[0])]
+    def __init__(
+        self,
+        indices: jax.typing.ArrayLike | Sequence[int],
+        values: jax.typing.ArrayLike,
+        dense_shape: Sequence[int],
+    ) -> None:
+        given = IndexedSlices(indices, values, dense_shape)
+        own, shape = given.indices, given.dense_shape
+        if is_known(own):
+            known, counts = np.unique(np.asarray(own), return_counts=True)
+            repeated = known[(counts > 1) & (known < shape[0])]
             if repeated.size:
                 raise ValueError(
                     f"indices must name each row once, got {repeated[0]} several times."
                 )
-        order = jnp.argsort(self.indices)
-        self._indices, self.values = self.indices[order], self.values[order]
+        order = jnp.argsort(own)
+        self._store(ascending_rows(own[order], given.values[order], shape))
+
+    def _store(self, rows: IndexedSlices) -> None:
+        self._rows, self.values, self.dense_shape = rows, rows.values, rows.dense_shape
+
+    @classmethod
+    def _of(cls, rows: IndexedSlices) -> Self:
+        self = object.__new__(cls)
+        self._store(rows)
+        return self
+
+    @property
+    def indices(self) -> jax.Array:
+        """The rows of the table, int32[n]."""
+        return self._rows.indices
+
+    def with_values(self, values: jax.Array) -> Self:
+        """The same rows with other values, unchecked."""
+        return self._of(self._rows.with_values(values))
+
+    def __repr__(self) -> str:
+        return repr(self._rows).replace("IndexedSlices", "TableRows", 1)
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+        """Children and static data."""
+        return self._rows.tree_flatten()
+
+    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
+        """Children with their names, and static data."""
+        return self._rows.tree_flatten_with_keys()
+
+    @classmethod
+    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
+        """As :meth:`IndexedSlices.tree_unflatten`."""
+        try:
+            return cls._of(IndexedSlices.tree_unflatten(dense_shape, children))
+        except RowSparseError:
+            raise RowSparseError(HINT) from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._of, (self._rows,)
 
 
 def ascending(
     indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
 ) -> TableRows:
     """From indices that ascend without repetition up to the padding; unchecked."""
-    return TableRows._make(indices, values, dense_shape, summed=True)
+    return TableRows._of(ascending_rows(indices, values, dense_shape))
+
+
+def padded(leaf: SparseLeaf, length: int) -> SparseLeaf:
+    """The same rows with padding at their end, in the memory of the host."""
+    if isinstance(leaf, TableRows):
+        return TableRows._of(padded_rows(leaf._rows, length))
+    return padded_rows(leaf, length) if is_sparse(leaf) else leaf
 
 
 def positions(part: TableRows, ids: jax.Array) -> jax.Array:
@@ -101,7 +160,7 @@ def positions(part: TableRows, ids: jax.Array) -> jax.Array:
     return jnp.where(found == ids, position, length)
 
 
-def read(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+def read_part(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Rows of a part and their ids: padding for rows that are not there.
 
     Raises:

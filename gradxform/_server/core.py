@@ -10,7 +10,6 @@ import collections
 import functools
 import math
 import queue
-import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -22,11 +21,7 @@ from gradxform._late import gate
 from gradxform._late.counters import has_gate
 from gradxform._late.worker_mean import num_workers_of
 from gradxform._server.placement import Arrays, copy, initialize
-from gradxform._server.programs import (
-    Prepared,
-    PushPrograms,
-    prepare,
-)
+from gradxform._server.programs import Prepared, PushPrograms, prepare
 from gradxform._server.records import (
     Ahead,
     Answer,
@@ -93,8 +88,6 @@ class Core:
         self._accumulated = 0  # Pushes accepted since the last step.
         self._tally = Tally()
         self._staleness: collections.Counter[int] = collections.Counter()
-        self._first = self._last = 0.0  # When the first and the last push came.
-        self._before = 0  # Pushes that a snapshot held. The rate leaves them out.
         self.waiting: dict[Woken, int] = {}
         self._closed = False
         self._lost: str | None = None
@@ -178,8 +171,6 @@ class Core:
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
         self._staleness[staleness] += 1
-        self._last = time.monotonic()
-        self._first = self._first or self._last
         if stepped:
             self._wake()
         return PushResult(applied, staleness, global_step)
@@ -234,12 +225,10 @@ class Core:
 
     def stats(self) -> ServerStats:
         """In a turn: see :meth:`ParameterServer.stats`."""
-        seconds, counted = self._last - self._first, self._tally.pushes - self._before
         return ServerStats(
             accepted=self._tally.accepted,
             dropped=self._tally.pushes - self._tally.accepted,
             staleness=dict(sorted(self._staleness.items())),
-            pushes_per_second=(counted - 1) / seconds if seconds else 0.0,
             global_step=self.version.global_step,
             lost=self._lost,
         )
@@ -303,18 +292,14 @@ class Core:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore(snapshot.state)
         counters = snapshot.counters
-        # Before the first release these two were not saved, or None for a worker.
-        self._accumulated = counters.get("accumulated", 0)
-        self.ahead = {worker: n for worker, n in counters.get("ahead", ()) if n}
+        self._accumulated, self.ahead = counters["accumulated"], dict(counters["ahead"])
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._staleness = collections.Counter(staleness)
-        accepted, self._before = counters["accepted"], snapshot.pushes
         answers = {
-            # Before the first release the dropped ones were saved, too, or no counts.
-            worker: Answer(number, local_step, PushResult(*result), *counts[:1])
-            for worker, number, local_step, result, *counts in counters["answers"]
+            worker: Answer(number, local_step, PushResult(*result), count)
+            for worker, number, local_step, result, count in counters["answers"]
         }
-        self._tally = Tally(self._before, accepted, answers)
+        self._tally = Tally(snapshot.pushes, counters["accepted"], answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 

@@ -14,6 +14,8 @@ import zlib
 
 LOCK = "gradxform.lock"
 OWNER = "gradxform.owner"
+SAVED = "It has had a checkpoint here.\n"
+BRING_BACK = "Bring the directory back, and make the same call again."
 SUMS = "checksums.json"
 ITEMS = "counters", "state"
 PATIENCE = 5.0  # Seconds for a process that has died, or is about to end.
@@ -49,52 +51,95 @@ class Folder:
     """A folder that belongs to one run at a time.
 
     Each checkpoint is a folder in it, named by a number. Beside orbax's files lies a
-    file with their checksums, as orbax does not notice changed bytes.
+    file with their checksums, as orbax does not notice changed bytes. Another file says
+    whose the folder is, and whether that run has a checkpoint there.
+
+    Args:
+      directory: its path.
+      run: identifies the run, if another process of it had the folder, and has died.
+
+    Attributes:
+      run: as given, or a new one.
+      has_saved: whether the run has had a checkpoint there.
     """
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, directory: str, run: str | None = None) -> None:
         from filelock import FileLock
 
-        self._path = pathlib.Path(directory)
+        self._path, self._goes_on = pathlib.Path(directory), run is not None
         # Any thread may release it.
         self._lock = FileLock(self._path / LOCK, PATIENCE, thread_local=False)
-        run = f"run {secrets.token_hex(4)} of process {os.getpid()}"
-        self._owner = f"{run} on {socket.gethostname()}"
+        self.run, self.has_saved = run or secrets.token_hex(4), False
 
     def take(self) -> None:
         """Locks the folder for this run, until :meth:`release` or this process's end.
 
         Raises:
-          OSError: another run writes there, or the folder is not writable.
+          OSError: another run writes there; or the folder is not writable, cannot be
+            locked, or is not that of the run.
         """
-        self._path.mkdir(parents=True, exist_ok=True)
-        owner = self._path / OWNER
+        if self._goes_on:
+            self.check_own()  # Before the lock makes a new folder.
+            self.has_saved = SAVED in self._text(OWNER)
+        else:
+            self._path.mkdir(parents=True, exist_ok=True)
         try:
             self._lock.acquire()
         except TimeoutError:
-            other = owner.read_text() if owner.exists() else "another run"
-            raise OSError(
+            other = self._text(OWNER).partition("\n")[0] or "another run"
+            message = (
                 f"checkpoint: {other} saves itself in {self._path}: wait until it "
                 "ends, or give another directory."
-            ) from None
+            )
+            # Where files cannot be locked, the file itself is the lock, with a content.
+            if self._text(LOCK):
+                message += f" If that process has died, delete {self._path / LOCK}."
+            raise OSError(message) from None
+        except OSError as error:
+            message = f"checkpoint: {self._path / LOCK} cannot be locked"
+            raise OSError(error.errno, f"{message}: {error.strerror}.") from error
         try:
-            owner.write_text(self._owner)
+            if self._goes_on:  # Another run may have had it meanwhile.
+                self.check_own()
+            process = f"process {os.getpid()} on {socket.gethostname()}\n"
+            said = f"run {self.run} of {process}{SAVED * self.has_saved}"
+            (self._path / OWNER).write_text(said)
         except BaseException:
             self.release()
             raise
 
-    def is_there(self) -> bool:
-        """Whether the folder at this path is the one that this run has taken."""
+    def _text(self, name: str) -> str:
+        """The content of a file; nothing if it is missing."""
         try:
-            return (self._path / OWNER).read_text() == self._owner
-        except FileNotFoundError:
-            return False
+            return (self._path / name).read_text(errors="replace")
+        except NO_FILE:
+            return ""
+
+    def check_own(self) -> None:
+        """Raises ``OSError`` unless the folder at this path is that of this run."""
+        said, file = self._text(OWNER), self._path / OWNER
+        if said.startswith(f"run {self.run} of "):
+            return
+        why = f"{file} names another run, or was changed"
+        if not said.strip():
+            why = f"{file} is missing or empty: {self._path} may be another directory"
+        if not self._path.is_dir():
+            why = f"{self._path} was deleted or moved during the run"
+        raise OSError(f"checkpoint: {why}. {BRING_BACK}")
+
+    def mark_saved(self) -> None:
+        """Notes in the file of the owner that this run has a checkpoint here."""
+        if not self.has_saved:
+            # On a full disk the file stays as it is.
+            with contextlib.suppress(OSError), open(self._path / OWNER, "a") as file:
+                file.write(SAVED)
+                self.has_saved = True
 
     def release(self) -> None:
         """Unlocks the folder for other runs."""
         self._lock.release()
 
-    def check(self) -> None:
+    def check_entries(self) -> None:
         """Looks for entries that no run has made.
 
         Raises:

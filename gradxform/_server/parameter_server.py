@@ -24,7 +24,7 @@ from gradxform._trees import checks
 from gradxform._trees.types import Params, Rows
 
 
-class ParameterServer(Generic[Params]):
+class ThreadServer(Generic[Params]):
     """The server of threads in one process.
 
     The public class, in ``_ray``, is this one, and may also be an actor. It has the

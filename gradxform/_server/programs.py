@@ -14,13 +14,13 @@ from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._rows import boundary
-from gradxform._rows.stored_rows import padded
+from gradxform._rows.table_rows import padded
 from gradxform._server.callbacks import Callbacks
 from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
-from gradxform._trees import checks, maps
+from gradxform._trees import checks, dtypes, maps
 from gradxform._trees.types import Leaf, PyTree, SparseLeaf
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
@@ -41,7 +41,7 @@ class Prepared(NamedTuple):
     leaves: Leaves  # Of (grads, extra), computed and at their places.
 
 
-class Program(NamedTuple):
+class PushProgram(NamedTuple):
     """The program for pushes of one signature."""
 
     step: PushStep
@@ -72,10 +72,10 @@ class PushPrograms:
                 strict=True,
             )
         }
-        self._programs: dict[Signature, Program] = {}
+        self._programs: dict[Signature, PushProgram] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
-    def find(self, leaves: Leaves, tree: jax.tree_util.PyTreeDef) -> Program:
+    def find(self, leaves: Leaves, tree: jax.tree_util.PyTreeDef) -> PushProgram:
         """The program for a push; ``tree`` is the structure of (grads, extra).
 
         Raises:
@@ -98,7 +98,7 @@ class PushPrograms:
 
     def _compiled(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
-    ) -> Program:
+    ) -> PushProgram:
         (tree, types), specs, place = signature, self._specs, self._specs.placement
         # Each extra argument is a tree of its own.
         shardings = [*self._shardings_of(grads, 0), *self._shardings_of(extra, 1)]
@@ -131,9 +131,9 @@ class PushPrograms:
             trace = traced(step, *args, **options)
             callbacks = Callbacks(len(place.everywhere.device_set))
             if (inside := callbacks.inside(trace)) is None:
-                return Program(built(trace), shardings)
+                return PushProgram(built(trace), shardings)
             program = compiled(inside, *args, **options)
-            return Program(callbacks.around(program), shardings)
+            return PushProgram(callbacks.around(program), shardings)
 
     def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:
         """A leaf like a parameter has its sharding; others are whole on each device."""
@@ -230,7 +230,9 @@ def _types(leaves: Leaves, of_grads: int) -> Types:
         types = [x.aval for x in leaves]
     except AttributeError:
         types = [jax.typeof(x) for x in leaves]
-    for i, x in enumerate(types[:of_grads]):
-        if x.weak_type:
-            types[i] = x.update(weak_type=False)
+    for i, x in enumerate(leaves[:of_grads]):
+        if not isinstance(x, jax.Array):  # JAX would take a float64 for a float32.
+            types[i] = jax.core.ShapedArray(np.shape(x), dtypes.dtype_of(x))
+        elif types[i].weak_type:
+            types[i] = types[i].update(weak_type=False)
     return tuple(types)

@@ -73,7 +73,7 @@ class TablePaths:
             number = self._numbers[path]
             height = self.shapes[number][0]
             asked = rows_of(f"rows[{name!r}]", np.asarray(ids), height).ravel()
-            checked[number] = filled(np.unique(asked), len(asked), height)
+            checked[number] = padded_ids(np.unique(asked), len(asked), height)
         return PullRequest(checked, wanted)
 
 
@@ -99,7 +99,7 @@ def size_for(length: int) -> int:
     return 1 << max(length - 1, 0).bit_length()
 
 
-def filled(ids: Ids, size: int, height: int) -> Ids:
+def padded_ids(ids: Ids, size: int, height: int) -> Ids:
     """Ids, then padding up to that size."""
     given = np.full(size, height, np.int32)
     given[: len(ids)] = ids
@@ -150,7 +150,7 @@ class Reader:
             if ids is not None:
                 size, height = size_for(len(ids)), self._types[number].shape[0]
                 program = self.program(number, size, form)
-                there = self.placement.put(filled(ids, size, height))
+                there = self.placement.put(padded_ids(ids, size, height))
                 programs[number] = functools.partial(program, there)
             elif self._cast(number, form) is not None:
                 programs[number] = self.program(number, None, form)

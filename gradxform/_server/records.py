@@ -53,7 +53,6 @@ class ServerStats(NamedTuple):
         step.
       dropped: pushes that came too late, or that a gate has left out otherwise.
       staleness: the number of pushes for each staleness, in steps.
-      pushes_per_second: from the first push to the last; 0 before the second.
       global_step: steps taken.
       lost: why the server has lost its parameters and needs
         :meth:`ParameterServer.restore`; None while all is well.
@@ -62,7 +61,6 @@ class ServerStats(NamedTuple):
     accepted: int
     dropped: int
     staleness: dict[int, int]
-    pushes_per_second: float
     global_step: int
     lost: str | None = None
 
@@ -115,6 +113,7 @@ class ServerStatus(NamedTuple):
     # For the user, about the checkpoint that it goes on from; None without one.
     notes: Sequence[str] | None = None
     ahead: Mapping[int, int] = {}  # See `RecoverableServer.note`.
+    run: str | None = None  # Identifies it in its directory of checkpoints.
 
 
 class Snapshot(NamedTuple):

@@ -6,7 +6,7 @@ import math
 from typing import Any, NoReturn
 
 from gradxform._server.checkpoints import Checkpoint
-from gradxform._server.parameter_server import ParameterServer
+from gradxform._server.parameter_server import ThreadServer
 from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
@@ -19,7 +19,7 @@ NO_RESTORE = (
 )
 
 
-class RecoverableServer(ParameterServer[Any]):
+class RecoverableServer(ThreadServer[Any]):
     """A server that saves itself, and starts from the newest checkpoint.
 
     Args:
@@ -42,27 +42,33 @@ class RecoverableServer(ParameterServer[Any]):
         self._store = None if checkpoint is None else Store(checkpoint, together)
         self._status: ServerStatus | None = None
 
-    def begin(self) -> ServerStatus:
+    def begin(self, run: str | None = None) -> ServerStatus:
         """Goes on from the newest checkpoint, if there is one; returns where it stands.
 
         Only the first call does so. Later ones return where this incarnation began.
 
+        Args:
+          run: of the status of a server that has died, in whose place this one goes on.
+
         Raises:
-          OSError: another run saves itself there, or the directory is not writable.
+          OSError: another run saves itself there, or the directory is not writable; or
+            the checkpoints of the ``run`` are gone.
           ValueError: the checkpoint belongs to another job, or is not complete, or
             exists with ``resume=False``; or the directory holds something else; or
             orbax cannot tell two arrays apart.
         """
         if self._status is None:
-            notes = None if self._store is None else self._resume(self._store)
+            notes = None
+            if self._store is not None:
+                run = self._store.open(self._core.specs.types, run)
+                notes = self._resume(self._store)
             status = self._turns.run(self._core.status)
-            self._status = status._replace(notes=notes)
+            self._status = status._replace(notes=notes, run=run)
             self._core.after_step = self._save_if_due
         return self._status
 
     def _resume(self, store: Store) -> list[str] | None:
         """Goes on from the newest checkpoint; returns its notes, None without one."""
-        store.open(self._core.specs.types)
         newest = store.newest()
         if newest is None:
             return None

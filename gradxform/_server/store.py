@@ -14,7 +14,7 @@ import jax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
-from gradxform._server.folder import Folder, is_remote
+from gradxform._server.folder import BRING_BACK, Folder, is_remote
 from gradxform._server.records import Snapshot, summary
 from gradxform._trees import checks
 
@@ -88,37 +88,48 @@ class Store:
         )
         return manager
 
-    def open(self, state: Mapping[str, Any]) -> None:
-        """Takes the directory.
+    def open(self, state: Mapping[str, Any], run: str | None = None) -> str | None:
+        """Takes the directory; returns what identifies the run there.
 
         Args:
           state: describes what will be saved there.
+          run: what identifies it, if its server has died.
 
         Raises:
-          OSError: another run writes there, or the directory is not writable.
+          OSError: another run writes there, or the directory is not writable, or not
+            that of the run.
           ValueError: it holds something else; or orbax cannot tell two arrays of
             ``state`` apart.
         """
         if self._folder is not None:
-            return
+            return self._folder.run
         _check_names(state)
         directory = os.fspath(self.checkpoint.directory)
         if not is_remote(directory):
-            folder = Folder(directory)
+            folder = Folder(directory, run)
             folder.take()
             try:
-                folder.check()
+                folder.check_entries()
             except BaseException:
                 folder.release()
                 raise
             self._folder = folder
         with self._manager(clean=True):
             pass  # It has removed what was left half written.
+        return None if self._folder is None else self._folder.run
 
     def newest(self) -> int | None:
-        """How many pushes the newest holds; None where there is none."""
+        """How many pushes the newest holds; None where there is none.
+
+        Raises:
+          OSError: there is none, though the run had one before its server died.
+        """
         with self._manager() as manager:
-            return manager.latest_step()
+            newest = manager.latest_step()
+        if newest is None and self._folder is not None and self._folder.has_saved:
+            where = self.checkpoint.directory
+            raise OSError(f"checkpoint: {where} has no checkpoint left. {BRING_BACK}")
+        return newest
 
     def is_due(self, global_step: int) -> bool:
         """Whether the state after this step should be saved."""
@@ -166,14 +177,12 @@ class Store:
         args = self._orbax.args
         counters = {
             **snapshot.counters,
-            "arrays": described(snapshot.state),
+            "arrays": array_types(snapshot.state),
             "settings": self.checkpoint.settings,
         }
         attempt = next(self._attempts)  # Also if this process now raises an error.
-        if not (self._folder is None or self._folder.is_there()):
-            raise OSError(
-                f"{self.checkpoint.directory} was deleted or moved during the run."
-            )
+        if self._folder is not None:
+            self._folder.check_own()
         # To clean needs threads, and memory for one may be short. All that write
         # together have to agree.
         clean, self._failed = self._together or self._failed, True
@@ -194,6 +203,7 @@ class Store:
         self.saved, self._failed = snapshot.pushes, False
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
+            self._folder.mark_saved()
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
@@ -230,6 +240,8 @@ class Store:
         except BaseException as error:
             error.add_note(f"Raised while {self._where(pushes)} was read.")
             raise
+        if folder is not None:
+            folder.mark_saved()
         where = self._where(pushes)
         notes = [
             f"checkpoint: {self._where(broken)} is not whole, {fault}. It is now "
@@ -262,9 +274,7 @@ class Store:
             counters = manager.restore(
                 pushes, args=args.Composite(counters=args.JsonRestore())
             )["counters"]
-            # Before the first release the nodes were in a list of their own.
-            nodes = dict.fromkeys(counters.pop("empty", ()), EMPTY)
-            self._check_job(pushes, like, counters.pop("arrays") | nodes)
+            self._check_job(pushes, like, counters.pop("arrays"))
             restore = args.StandardRestore(jax.tree.map(target, like))
             state = manager.restore(pushes, args=args.Composite(state=restore))["state"]
         self.saved = pushes
@@ -274,9 +284,7 @@ class Store:
         self, pushes: int, like: dict[str, Any], saved: dict[str, str]
     ) -> None:
         """Raises ``ValueError`` unless a checkpoint has these arrays, and no others."""
-        wanted = described(like)
-        if EMPTY not in saved.values():  # Before the first release none was saved.
-            wanted = {path: x for path, x in wanted.items() if x != EMPTY}
+        wanted = array_types(like)
         differ = [x for x in {**wanted, **saved} if saved.get(x) != wanted.get(x)]
         if differ:  # The error names an array, if it can.
             path = min(differ, key=lambda x: EMPTY in (saved.get(x), wanted.get(x)))
@@ -293,7 +301,7 @@ class Store:
             self._folder.release()
 
 
-def described(state: Mapping[str, Any]) -> dict[str, str]:
+def array_types(state: Mapping[str, Any]) -> dict[str, str]:
     """Dtype and shape of every array, by its path. Other ones are of another job.
 
     Nodes without children are in it, too. Orbax needs the same ones to read.

@@ -12,13 +12,7 @@ from gradxform._rows.table_rows import TableRows, ascending
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
-from gradxform._server.reader import (
-    Ids,
-    PullRequest,
-    Reader,
-    Reading,
-    TablePaths,
-)
+from gradxform._server.reader import Ids, PullRequest, Reader, Reading, TablePaths
 from gradxform._server.records import GlobalStep, Snapshot
 from gradxform._server.serial_executor import SerialExecutor
 from gradxform._server.store import Store
@@ -29,6 +23,7 @@ class Transport:
 
     Args:
       core: of the server.
+      turns: of the server; by default new ones.
 
     Attributes:
       core: as given.
@@ -37,11 +32,11 @@ class Transport:
       turns: runs what happens "in a turn", one call after the other.
     """
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, turns: SerialExecutor | None = None) -> None:
         self.core = core
         self.reader = Reader(core.version.leaves)
         self.tables = TablePaths(core.specs.types["params"])
-        self.turns = SerialExecutor("parameter-server")
+        self.turns = turns or SerialExecutor("parameter-server")
 
     def pull(self, request: PullRequest) -> tuple[Any, int]:
         """See :meth:`ParameterServer.pull`."""

@@ -635,5 +635,8 @@ def describe(leaf: object) -> str:
     if isinstance(leaf, SparseLeaf):
         stored = describe(leaf.values)
         return f"{type(leaf).__name__} of {stored} for {list(leaf.shape)}"
+    if isinstance(leaf, np.ndarray | np.generic | complex | float | int):
+        # `jax.typeof` gives the dtype that JAX would make of it.
+        leaf = jax.core.ShapedArray(np.shape(leaf), dtypes.dtype_of(leaf))
     aval = leaf if isinstance(leaf, jax.core.ShapedArray) else jax.typeof(leaf)
     return aval.str_short()

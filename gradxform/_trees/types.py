@@ -32,11 +32,12 @@ class SparseLeaf:
     """
 
     values: jax.Array  # The stored entries.
+    dense_shape: tuple[int, ...]  # The shape of the whole array.
 
     @property
-    def shape(self) -> Shape:
+    def shape(self) -> tuple[int, ...]:
         """The shape of the whole array."""
-        raise NotImplementedError
+        return self.dense_shape
 
     @property
     def ndim(self) -> int:

@@ -190,7 +190,7 @@ class Counts(NamedTuple):
         checkpoint.
       under_way: gradients that workers compute or push now.
       unanswered: gradients without an answer of their own: the worker or the server
-        died, the stream had ended, or the server needed no more.
+        died, the worker has raised, the stream had ended, or the server needed no more.
       by_worker: the counts of each worker, by its index.
     """
 

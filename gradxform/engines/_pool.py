@@ -271,6 +271,7 @@ class WorkerPool:
                 if not is_past(local_step, ledger.incarnation):
                     self._refused.add(index)
         else:
+            ledger.leave_unanswered(index)
             self._raise(index, begun.number, outcome)
         return None
 

@@ -89,10 +89,7 @@ class TensorBoard:
     """
 
     def __init__(
-        self,
-        logdir: str | os.PathLike[str],
-        run: Run,
-        every_seconds: float = 1.0,
+        self, logdir: str | os.PathLike[str], run: Run, every_seconds: float = 1.0
     ) -> None:
         checks.in_range("every_seconds", every_seconds, "[0, inf)")
         self._tensorboardx = require("tensorboardX", "tensorboard")

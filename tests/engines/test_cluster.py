@@ -148,10 +148,32 @@ def test_options_reach_ray(monkeypatch, near_ray):
     ):
         pass
     workers, cluster, server = notes.options
-    assert workers == {"num_gpus": 1}
+    ours = {"max_restarts": 0, "max_task_retries": 0}
+    assert workers == {"num_gpus": 1} | ours
     assert cluster["address"] == "auto"
     assert "num_cpus" not in cluster  # A running cluster has its own.
-    assert server == {"num_cpus": 2, "max_concurrency": 99}
+    assert server == {"num_cpus": 2, "max_concurrency": 99} | ours
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"worker_options": {"name": "x"}}, "worker_options: .* name: leave it out"),
+        ({"server_options": {"lifetime": "detached"}}, "server_options: .* lifetime"),
+        ({"worker_options": {"get_if_exists": True}}, "get_if_exists"),
+        ({"server_options": {"max_pending_calls": 1}}, "max_pending_calls"),
+        ({"server_options": {"concurrency_groups": {"a": 1}}}, "concurrency_groups"),
+        ({"server_options": {"max_concurrency": 0}}, "max_concurrency must be in"),
+    ],
+)
+def test_options_with_which_a_run_would_not_work_are_refused(
+    options, says, monkeypatch
+):
+    notes = Notes()
+    monkeypatch.setitem(sys.modules, "ray", notes)
+    with pytest.raises(ValueError, match=says), engines.ray(make_job(), **options):
+        pass
+    assert not notes.calls
 
 
 def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):

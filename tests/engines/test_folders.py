@@ -2,6 +2,8 @@
 
 import contextlib
 import errno
+import fcntl
+import functools
 import json
 import logging
 import os
@@ -10,6 +12,7 @@ import re
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -28,6 +31,8 @@ from gradxform import engines
 # `folder`: for another process that needs no JAX, its patience, the names of its files.
 from gradxform._server import core, folder
 from gradxform._server import store as stores
+from gradxform._server.recoverable import RecoverableServer
+from gradxform._server.transport import Transport
 from tests.engines.test_recovery import bits, ended, make_job, steps_in
 
 
@@ -225,11 +230,48 @@ def test_a_folder_that_could_not_be_taken_is_free(error, tmp_path, monkeypatch):
         failing(patch, pathlib.Path, "write_text", error)
         with pytest.raises(type(error)):
             wanted.take()
-    assert not wanted.is_there()
+    with pytest.raises(OSError, match="owner is missing or empty"):
+        wanted.check_own()
     other = folder.Folder(str(tmp_path))
     other.take()
-    assert other.is_there()
+    other.check_own()
     other.release()
+
+
+def flockless(monkeypatch, number):
+    """A file system whose ``flock`` fails with this number."""
+
+    def flock(descriptor, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_a_file_system_that_cannot_lock_is_named(tmp_path, monkeypatch):
+    flockless(monkeypatch, errno.ENOLCK)
+    with pytest.raises(OSError, match=rf"{tmp_path}/gradxform.lock cannot be locked: "):
+        folder.Folder(str(tmp_path)).take()
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_without_locks_a_dead_host_leaves_a_file_that_is_named(tmp_path, monkeypatch):
+    """Only the same host knows that a process of it has died."""
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+    flockless(monkeypatch, errno.ENOSYS)
+    first = folder.Folder(str(tmp_path))
+    first.take()
+    lock = tmp_path / "gradxform.lock"
+    left = lock.read_text().replace(socket.gethostname(), "another-host")
+    assert "another-host" in left
+    first.release()
+    lock.write_text(left)
+    owner = "run 12 of process 7 on another-host"
+    (tmp_path / "gradxform.owner").write_text(f"{owner}\n")
+    says = rf"{owner} saves itself in {tmp_path}: .* has died, delete {lock}\."
+    with pytest.raises(OSError, match=says):
+        folder.Folder(str(tmp_path)).take()
+    lock.unlink()
+    folder.Folder(str(tmp_path)).take()
 
 
 def remove(directory, tmp_path):
@@ -267,9 +309,131 @@ def test_a_folder_that_vanishes_during_a_run_gets_no_more(
             save(directory, pushes=10)  # Another run may begin there.
             run.stop()
 
-    with pytest.raises(OSError, match=gone):
+    with pytest.raises(OSError, match=r"run/gradxform\.owner names another run"):
         train()
     assert max(steps_in(directory)) == 10
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "gradxform.owner is missing or empty"),
+        (b"", "gradxform.owner is missing or empty"),
+        (b"\xff\xfe\x00", "gradxform.owner names another run, or was changed"),
+    ],
+)
+def test_a_file_of_the_owner_that_has_changed_is_named(content, says, tmp_path, caplog):
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=5, every_seconds=None)
+
+    def train():
+        with engines.simulated(make_job(30), checkpoint=checkpoint) as run:
+            next_checkpoint(run, tmp_path)
+            (tmp_path / "gradxform.owner").unlink()
+            if content is not None:
+                (tmp_path / "gradxform.owner").write_bytes(content)
+            list(run.pushes)
+
+    with pytest.raises(OSError, match=says):
+        train()
+    assert any(says in line for line in told(caplog))
+    save(tmp_path / "other")  # A second run in a folder with such a file.
+    (tmp_path / "other" / "gradxform.owner").write_bytes(content or b"")
+    save(tmp_path / "other", pushes=21)
+
+
+def test_who_has_the_folder_is_named_whatever_the_file_holds(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+    first = folder.Folder(str(tmp_path))
+    first.take()
+    (tmp_path / "gradxform.owner").write_bytes(b"\xff\xfe")
+    with pytest.raises(OSError, match=rf"saves itself in {tmp_path}: wait until"):
+        folder.Folder(str(tmp_path)).take()
+    first.release()
+
+
+# A server that has died, and its folder with it.
+
+
+def forget_checkpoints(directory, tmp_path):
+    for where in directory.iterdir():
+        if where.name.isdigit():
+            shutil.rmtree(where)
+
+
+def clear(directory, tmp_path):
+    shutil.rmtree(directory)
+    directory.mkdir()
+
+
+def exchange(directory, tmp_path):
+    """As if another disk were mounted there, which holds a run of the same job."""
+    directory.rename(tmp_path / "moved")
+    save(directory, pushes=10)
+
+
+def recoverable():
+    job = make_job(10**6, required=1, count=1)
+    core_ = core.of_one_process(job.params, job.tx)
+    return functools.partial(RecoverableServer, Transport(core_))
+
+
+def push(server, times):
+    for _ in range(times):
+        params, step = server.pull()
+        server.push(jax.tree.map(jnp.ones_like, params), step, push_id=(0, step))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (remove, "run was deleted or moved during the run"),
+        (move, "run was deleted or moved during the run"),
+        (clear, "gradxform.owner is missing or empty"),
+        (exchange, "gradxform.owner names another run"),
+        (forget_checkpoints, "run has no checkpoint left"),
+    ],
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_server_that_has_died_does_not_begin_anew(change, says, resumed, tmp_path):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
+    with recoverable()(checkpoint) as server:
+        run = server.begin().run
+        push(server, 6)
+        server.flush()
+    assert [*steps_in(directory)] == [5]
+    if resumed:  # The next one has saved nothing itself.
+        with recoverable()(checkpoint) as server:
+            other, run = run, server.begin().run
+        assert other != run
+    change(directory, tmp_path)
+    before = files_in(tmp_path)
+    with recoverable()(checkpoint) as server:
+        for _ in range(2):
+            with pytest.raises(OSError, match=says):
+                server.begin(run)
+    assert files_in(tmp_path) == before
+    if change in (remove, move):
+        assert not directory.exists()
+    # The same call made again may begin there.
+    with recoverable()(checkpoint) as server:
+        server.begin()
+
+
+def test_a_server_that_has_died_goes_on_in_its_folder(tmp_path):
+    link = tmp_path / "link"
+    (tmp_path / "run").mkdir()
+    link.symlink_to(tmp_path / "run")
+    checkpoint = engines.Checkpoint(link, every_steps=5, every_seconds=None)
+    with recoverable()(checkpoint) as server:
+        run = server.begin().run
+        push(server, 3)  # Nothing is saved yet.
+    for step in (0, 5):
+        with recoverable()(checkpoint) as server:
+            status = server.begin(run)
+            assert (status.run, status.global_step) == (run, step)
+            push(server, 6)
+            server.flush()
 
 
 # Broken ones.

@@ -119,7 +119,10 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path, caplog):
     job = make_job(required=2, pushes=200)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
     caplog.set_level(logging.WARNING, "gradxform")
-    with engines.ray(job, checkpoint=checkpoint) as run:
+    # Ray itself does neither: it would repeat a push, and count no death.
+    again = {"max_restarts": -1, "max_task_retries": -1}
+    options = {"server_options": again, "worker_options": again}
+    with engines.ray(job, checkpoint=checkpoint, **options) as run:
         pushes, incarnations = [], []
         for push in run.pushes:
             pushes.append(push)
@@ -203,6 +206,27 @@ def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(tmp_pa
         with pytest.raises(ray.exceptions.RayActorError) as raised:
             list(run.pushes)
         assert "more than max_deaths" in raised.value.__notes__[0]
+
+
+def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
+
+    def train():
+        with engines.ray(make_job(pushes=10**6), checkpoint=checkpoint) as run:
+            for _ in run.pushes:
+                if len(steps_in(directory)) > 1:
+                    directory.rename(tmp_path / "moved")
+                    kill(run.server.actor)
+                    break
+            try:
+                list(run.pushes)
+            finally:
+                assert run.counts().server_deaths == 1
+
+    with pytest.raises(OSError, match=f"{directory} was deleted or moved"):
+        train()
+    assert not directory.exists()
 
 
 def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
@@ -376,14 +400,56 @@ for ask in (lambda run: next(run.pushes), lambda run: run.server.state()):
 # Errors of workers, and jobs that are refused.
 
 
-def test_an_error_of_a_worker_ends_the_run():
-    def failing(params):
-        raise ValueError("a bad batch")
+class TwoArguments(Exception):
+    """Pickle makes it with one."""
 
-    with engines.ray(make_job(count=1, gradient=failing)) as run:
+    def __init__(self, code, text):
+        super().__init__(f"{text}, {code}")
+
+
+class WithDeletedArray(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.array = jnp.ones(2)
+        self.array.delete()
+
+
+class WithLock(Exception):
+    def __init__(self, text):
+        super().__init__(text)
+        self.lock = threading.Lock()
+
+
+def raises(make):
+    def failing(params):
+        raise make()
+
+    return make_job(count=1, gradient=failing)
+
+
+def test_an_error_of_a_worker_ends_the_run():
+    with engines.ray(raises(lambda: ValueError("a bad batch"))) as run:
         with pytest.raises(ValueError, match="a bad batch") as raised:
             list(run.pushes)
         assert type(raised.value.cause) is ValueError
+        assert run.counts()[-4:-1] == (1, 0, 1)  # Started, under way, unanswered.
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TwoArguments(7, "a bad batch"),
+        lambda: WithDeletedArray("a bad batch"),
+        lambda: WithLock("a bad batch"),
+        lambda: type("Local", (Exception,), {})("a bad batch"),
+    ],
+)
+def test_an_error_that_cannot_be_pickled_is_its_workers(make):
+    with engines.ray(raises(make), max_deaths=0) as run:
+        with pytest.raises(ray.exceptions.RayError, match="a bad batch") as raised:
+            list(run.pushes)
+        assert raised.value.__notes__ == ["Raised by worker 0, for its gradient 0."]
+        assert run.counts()[-4:-1] == (1, 0, 1)
 
 
 def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(tmp_path):

@@ -200,8 +200,8 @@ def test_an_update_in_the_place_of_a_gates_is_not_gated():
         return tx.update(*args, **extra)
 
     logged = tx._replace(update=update)
-    assert tx.guard is GATE
-    assert logged.guard is None
+    assert gate_of(tx) is GATE
+    assert gate_of(logged) is None
 
 
 class _State(NamedTuple):

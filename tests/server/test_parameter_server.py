@@ -238,6 +238,12 @@ BAD_PUSHES = {
         TypeError,
         r"differ in dtype at \['b'\]: grads has float16\[3\], params has float32\[3\]",
     ),
+    "double": (
+        BAD | {"b": np.float64(BAD["b"])},
+        1,
+        TypeError,
+        r"grads has float64\[3\], params has float32\[3\]",
+    ),
     "nothing": ({"w": None, "b": None}, 1, ValueError, "no gradient for any leaf"),
     "nan": (BAD | {"b": BAD["b"] * np.nan}, 1, ValueError, r"finite.*at \['b'\]"),
     "inf": (BAD | {"b": BAD["b"] * np.inf}, 1, ValueError, r"finite.*at \['b'\]"),
@@ -246,6 +252,15 @@ BAD_PUSHES = {
     "fraction": (BAD, 0.5, TypeError, "local_step must be an integer"),
     "none": (BAD, None, TypeError, "local_step must be an integer"),
 }
+
+
+def test_a_number_of_python_is_called_what_it_is():
+    server = gx.ParameterServer(jnp.zeros(()), optax.sgd(1.0))
+    with pytest.raises(TypeError, match=r"grads has float64\[\], params has float32"):
+        server.push(1.0, 0)
+    state = server.state() | {"params": np.float64(0)}
+    with pytest.raises(TypeError, match=r"state has float64\[\], the server's state"):
+        server.restore(state)
 
 
 @pytest.mark.parametrize("kind", BAD_PUSHES)
@@ -483,10 +498,13 @@ def test_weak_types_of_gradients_compile_nothing_again():
     assert not any(x.weak_type for x in jax.tree.leaves(strong))
     server.push(strong, 0)
     once = len(compiled)
-    for grads in (weak, strong | {"b": 1.0}, strong):
+    for grads in (weak, strong):
         server.push(grads, 0)
     assert len(compiled) == once > 0
-    chex.assert_trees_all_equal(server.pull()[0], {"w": np.full(3, -3.0), "b": -3.0})
+    for number in (1.0, np.float64(1.0)):  # Also after others were compiled.
+        with pytest.raises(TypeError, match=r"grads has float64\[\]"):
+            server.push(strong | {"b": number}, 0)
+    chex.assert_trees_all_equal(server.pull()[0], {"w": np.full(3, -2.0), "b": -2.0})
 
 
 @pytest.mark.parametrize("worker", [7, -1, 2, np.int32(7), jnp.int32(2)], ids=repr)
