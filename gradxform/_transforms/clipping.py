@@ -259,6 +259,8 @@ def clip_before(
     inner = optax.with_extra_args_support(inner)
     if clipnorm is clipvalue is global_clipnorm is None:
         return inner
+    if clipvalue is not None and not row_wise:  # 2 N in bfloat16 here, 1 N as a link.
+        return optax.chain(*keras_clip(clipvalue=clipvalue), inner)
 
     def init_fn(params: optax.Params) -> _States:
         clips_all = global_clipnorm is not None
