@@ -2,7 +2,7 @@
 
 One transformation a file, which has the name of its alias. Beside these:
 
-- ``clipping``: by the global norm, by the norm of each leaf, and Keras's clip arguments:
+- ``clipping``: by the global norm, by the norm of each leaf, and Keras's arguments:
   ``keras_clip`` is a link, ``clip_before`` also hands its norms to an optimizer.
 - ``momentum``: how momentum begins and is read, for every optimizer that has one.
 - ``alignment``: HeLoCo's correction of a gradient, for ``momentum_look_ahead``.

@@ -212,9 +212,11 @@ def adagrad(
         accumulator_dtype=accumulator_dtype,
         row_wise=row_wise,
     )
-    clips = dict(
-        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
-    )
+    clips = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
     if row_wise:  # It has sums of its own.
         scaled = clipping.clip_before(
             scaled, axis_name=axis_name, row_wise=True, **clips

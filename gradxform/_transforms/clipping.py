@@ -204,22 +204,30 @@ def clip_by_norm(
 
 def keras_clip(
     *,
+    clipnorm: jax.typing.ArrayLike | None = None,
+    clipvalue: jax.typing.ArrayLike | None = None,
+    global_clipnorm: jax.typing.ArrayLike | None = None,
     axis_name: AxisName = None,
-    **arguments: jax.typing.ArrayLike | None,
 ) -> list[optax.GradientTransformationExtraArgs]:
     """Keras's clip arguments as the first link of a chain; none without a clip."""
-    clipnorm, clipvalue, global_clipnorm = _limits(**arguments)
+    clipnorm, clipvalue, global_clipnorm = _limits(
+        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
+    )
     if clipnorm is not None:
         return [clip_by_norm(clipnorm, axis_name=axis_name)]
     if global_clipnorm is not None:
         return [clip_by_global_norm(global_clipnorm, axis_name=axis_name)]
 
-    def each_clamped(updates: optax.Updates, **_: object) -> optax.Updates:
-        return maps.map_updates(
-            lambda g: narrow(_clamp(g, clipvalue), g.dtype), boundary.entered(updates)
-        )
+    if clipvalue is None:
+        return []
 
-    return [] if clipvalue is None else [stateless(each_clamped)]
+    def clamped(g: jax.Array) -> jax.Array:
+        return narrow(_clamp(g, clipvalue), g.dtype)
+
+    def each_clamped(updates: optax.Updates, **_: object) -> optax.Updates:
+        return maps.map_updates(clamped, boundary.entered(updates))
+
+    return [stateless(each_clamped)]
 
 
 def _limits(

@@ -151,10 +151,15 @@ def ftrl(
         params = checks.params_like("ftrl", updates, params)
         rate = proximal_rate(learning_rate, state)
         # All of z is multiplied, and the weight's fraction is expanded, or neither.
-        of_gradients, of_weights = jnp.ones_like(rate), 1 / jnp.where(rate != 0, rate, 1)
+        of_gradients, of_weights = (
+            jnp.ones_like(rate),
+            1 / jnp.where(rate != 0, rate, 1),
+        )
         if multiply_linear_by_learning_rate:
             of_gradients, of_weights = rate, jnp.ones_like(rate)
-        follow = functools.partial(_follow, numbers, rate != 0, of_gradients, of_weights)
+        follow = functools.partial(
+            _follow, numbers, rate != 0, of_gradients, of_weights
+        )
         updates, *new = boundary.map_step(
             jax.jit(follow),  # Traced once for each shape, not for each leaf.
             updates,

@@ -80,6 +80,9 @@ def in_range(
     if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
     number = array.item()
+    if jnp.issubdtype(array.dtype, jnp.floating):  # An end is rounded as the number is.
+        with np.errstate(over="ignore"):
+            low, high = (float(np.asarray(end, array.dtype)) for end in (low, high))
     above = low < number if interval.startswith("(") else low <= number
     below = number < high if interval.endswith(")") else number <= high
     if not (above and below):  # NaN compares false with everything and ends here.

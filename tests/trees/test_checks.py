@@ -269,14 +269,15 @@ def near(number):
     return lambda count: jnp.asarray(count, jnp.float32) * 0 + number
 
 
-def pushed(tx, *pushes, **extra):
-    """The parameters after gradients of 1, from 0; ``extra`` also traced."""
+def pushed(tx, *pushes):
+    """The parameters after gradients of 1, from 0."""
     w = jnp.zeros(())
     state = tx.init(w)
     for push in pushes:
-        push = push if isinstance(push, dict) else {"local_step": push}
-        grad = jnp.asarray(push.pop("grad", 1.0))
-        w, state = gx.apply_gradients(tx, grad, state, w, **push | extra)
+        given = push if isinstance(push, dict) else {"local_step": push}
+        given = {"grad": 1.0} | given
+        grad = jnp.asarray(given.pop("grad"))
+        w, state = gx.apply_gradients(tx, grad, state, w, **given)
     return w
 
 
@@ -303,7 +304,9 @@ GATES = {
     ),
     "num_required to 1": (lambda: pushed(gx.accumulate(INNER, near(1 - 1e-6)), {}), -1),
     "weight to 0": (
-        lambda: pushed(gx.accumulate(INNER, 1), {"grad": np.nan, "weight": weighted(0)}),
+        lambda: pushed(
+            gx.accumulate(INNER, 1), {"grad": np.nan, "weight": weighted(0)}
+        ),
         0,
     ),
     "weight by staleness": (
