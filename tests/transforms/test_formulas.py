@@ -551,10 +551,10 @@ def test_a_number_that_misses_its_end_by_a_rounding_is_that_end(case):
     params, *grads = ({k: x[k] for k in ("b", "k")} for x in sequence(1, steps=4))
     wanted = getattr(oracles, name)
     wanted = list(wanted(params, grads, 0.1, **rest | {argument: end}))
-    for tx, wrap in (tx, lambda f: f), (gx.accumulate(tx, 1), jax.jit):
-        step = wrap(functools.partial(gx.apply_gradients, tx))
+    for outer, wrap in (tx, lambda f: f), (gx.accumulate(tx, 1), jax.jit):
+        step = wrap(functools.partial(gx.apply_gradients, outer))
         got = jax.tree.map(jnp.float32, params)
-        state = wrap(tx.init)(got)
+        state = wrap(outer.init)(got)
         for g, (expected, *_) in zip(grads, wanted, strict=True):
             got, state = step(jax.tree.map(jnp.float32, g), state, got)
             agree(got, expected)
