@@ -562,8 +562,10 @@ def test_half_precision_is_single_precision_rounded(row, compiled, dtype):
         ulp = float(jnp.finfo(dtype).eps)
         after = cleared(state), cleared(wanted[1])
         for got, exact, once in ((updates, wanted[0], False), (*after, True)):
-            rtol = 0.51 * ulp if once and row in UNGATED else ulp
-            chex.assert_trees_all_close(wide(got), wide(exact), rtol=rtol, atol=1e-6)
+            rtol, atol = 0.51 * ulp if once and row in UNGATED else ulp, 1e-6
+            if row.name in ("adagrad", "ftrl") and "clip" in row.variant:
+                rtol, atol = 4 * ulp, ulp  # The link in front rounds what it clips.
+            chex.assert_trees_all_close(wide(got), wide(exact), rtol=rtol, atol=atol)
 
 
 def test_no_step_transfers_anything(row):

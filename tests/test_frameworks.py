@@ -42,6 +42,7 @@ MODELS = {
     "Flax Linen": lambda left, x: left["model"].apply(
         {"params": left["state"].params}, x
     ),
+    "FP8 layers of Flax": lambda left, x: left["model"].apply(left["params"], x),
     "Haiku": lambda left, x: left["model"].apply(left["params"], x),
     "Equinox": lambda left, x: jax.vmap(left["model"])(x),
     "Keras 3 on JAX": lambda left, x: left["model"](x),
@@ -349,6 +350,60 @@ def test_linens_subclass_forwards_and_skips_the_whole_step():
         after.opt_state.inner_state, state.opt_state.inner_state
     )
     assert (after.step, gx.global_step(after.opt_state)) == (2, 1)
+
+
+def fp8_model():
+    """Flax's own layer, its loss, and a batch."""
+    fp8 = {"dot_general_cls": linen.fp8_ops.Fp8DirectDotGeneralOp}
+    model = linen.Dense(3, **fp8)
+    x = jax.random.normal(jax.random.key(1), (8, 4))
+
+    def loss_fn(params, x):
+        return jnp.mean(model.apply(params, x) ** 2)
+
+    return model, model.init(jax.random.key(0), x), loss_fn, x
+
+
+@pytest.mark.slow
+def test_linens_subclass_replaces_the_numbers_of_fp8_layers_as_flax_does():
+    model, params, loss_fn, x = fp8_model()
+    own = run("Flax Linen", [])["TrainState"]
+    states = [
+        kind.create(apply_fn=model.apply, params=params, tx=optax.sgd(0.1))
+        for kind in (own, train_state.TrainState)
+    ]
+    for factor in (1.0, 3.0):
+        grads = [jax.grad(loss_fn)(s.params, factor * x) for s in states]
+        pairs = zip(states, grads, strict=True)
+        states = [s.apply_gradients(grads=g) for s, g in pairs]
+    chex.assert_trees_all_equal(states[0].params, states[1].params)
+    numbers = jax.tree.leaves(states[0].params["_overwrite_with_gradient"])
+    assert max(map(np.max, numbers)) == np.max(np.abs(x)) * 3
+
+
+@pytest.mark.slow
+def test_micro_batches_give_fp8_layers_the_largest_numbers():
+    _, params, loss_fn, x = fp8_model()
+    left = run("FP8 layers of Flax", [], "tx = optax.sgd(0.1)\n")
+    tx, states = left["both"], [left["both"].init(params)]
+    for factor in (1.0, 3.0):  # Two steps of two micro-batches, the first the larger.
+        grads = [jax.grad(loss_fn)(params, factor * part) for part in (x, x / 2)]
+        most, mean = (
+            jax.tree.map(how, *grads) for how in (np.maximum, lambda g, h: (g + h) / 2)
+        )
+        expected = most | {
+            "params": jax.tree.map(
+                lambda p, g: np.float64(p) - 0.1 * np.float64(g),
+                *(tree["params"] for tree in (params, mean)),
+            )
+        }
+        between = params
+        for g in grads:
+            chex.assert_trees_all_equal(between, params)
+            between, state = gx.apply_gradients(tx, g, states[-1], between)
+            states.append(state)
+        chex.assert_trees_all_close(between, expected, rtol=1e-5)
+        params = between
 
 
 @pytest.mark.slow

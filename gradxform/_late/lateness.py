@@ -30,8 +30,7 @@ def checked_bound(
     """
     if callable(max_staleness):
         return max_staleness
-    bound: jax.typing.ArrayLike
-    bound = checks.in_range("max_staleness", max_staleness, "[0, inf]")
+    bound = checks.whole(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
     if not isinstance(bound, jax.core.Tracer) and not np.isinf(np.asarray(bound)):
         checks.scalar("max_staleness", max_staleness, integer=True)
     return bound

@@ -205,20 +205,22 @@ def adagrad(
     ...     params, state = gx.apply_gradients(tx, grads, state, params)
     >>> assert jnp.allclose(params["w"], 0, atol=1e-3)
     """
-    return optax.chain(
-        clipping.clip_before(
-            scale_by_adagrad(
-                initial_accumulator_value,
-                eps,
-                eps_in_sqrt=eps_in_sqrt,
-                accumulator_dtype=accumulator_dtype,
-                row_wise=row_wise,
-            ),
-            clipnorm=clipnorm,
-            clipvalue=clipvalue,
-            global_clipnorm=global_clipnorm,
-            axis_name=axis_name,
-            row_wise=row_wise,
-        ),
-        scale_by_learning_rate(learning_rate),
+    scaled = scale_by_adagrad(
+        initial_accumulator_value,
+        eps,
+        eps_in_sqrt=eps_in_sqrt,
+        accumulator_dtype=accumulator_dtype,
+        row_wise=row_wise,
     )
+    clips = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    if row_wise:  # It has sums of its own.
+        scaled = clipping.clip_before(
+            scaled, axis_name=axis_name, row_wise=True, **clips
+        )
+        return optax.chain(scaled, scale_by_learning_rate(learning_rate))
+    clip = clipping.keras_clip(axis_name=axis_name, **clips)
+    return optax.chain(*clip, scaled, scale_by_learning_rate(learning_rate))

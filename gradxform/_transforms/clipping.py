@@ -10,7 +10,7 @@ import optax
 
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import after
+from gradxform._trees.compilers import after, narrow
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
@@ -156,14 +156,8 @@ def clip_by_global_norm(
         else:
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
-
-        def scaled(g: jax.Array) -> jax.Array:
-            # On CPU no kernel begins such an update before the norm is known. It would
-            # copy what it reads: 0.7 N and 2 N moved for bfloat16, the loss inside.
-            waits = g.dtype.itemsize == 2
-            return arithmetic.scale(after(g, factor) if waits else g, factor)
-
-        return maps.map_updates(scaled, updates), _state(use_norm)
+        updates = maps.map_updates(lambda g: clipped(g, factor), updates)
+        return updates, _state(use_norm)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -200,12 +194,50 @@ def clip_by_norm(
     """
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
-    def clipped(updates: optax.Updates, **_: object) -> optax.Updates:
+    def each_clipped(updates: optax.Updates, **_: object) -> optax.Updates:
         updates = boundary.entered(updates)
         squares = norms.squared_norms(updates, axis_name=axis_name)[0]
-        return _scale_layers(updates, _factors(squares, max_norm))
+        return maps.map_updates(clipped, updates, _factors(squares, max_norm))
 
-    return stateless(clipped)
+    return stateless(each_clipped)
+
+
+def keras_clip(
+    *,
+    clipnorm: jax.typing.ArrayLike | None = None,
+    clipvalue: jax.typing.ArrayLike | None = None,
+    global_clipnorm: jax.typing.ArrayLike | None = None,
+    axis_name: AxisName = None,
+) -> list[optax.GradientTransformationExtraArgs]:
+    """Keras's clip arguments as the first link of a chain; none without a clip."""
+    clipnorm, clipvalue, global_clipnorm = _limits(
+        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
+    )
+    if clipnorm is not None:
+        return [clip_by_norm(clipnorm, axis_name=axis_name)]
+    if global_clipnorm is not None:
+        return [clip_by_global_norm(global_clipnorm, axis_name=axis_name)]
+
+    if clipvalue is None:
+        return []
+
+    def clamped(g: jax.Array) -> jax.Array:
+        return narrow(_clamp(g, clipvalue), g.dtype)
+
+    def each_clamped(updates: optax.Updates, **_: object) -> optax.Updates:
+        return maps.map_updates(clamped, boundary.entered(updates))
+
+    return [stateless(each_clamped)]
+
+
+def _limits(
+    **arguments: jax.typing.ArrayLike | None,
+) -> list[jax.typing.ArrayLike | None]:
+    checks.at_most_one(**arguments)
+    return [
+        limit if limit is None else checks.in_range(name, limit, "[0, inf]")
+        for name, limit in arguments.items()
+    ]
 
 
 # The state of the clip, and the state of the transformation after it.
@@ -221,30 +253,22 @@ def clip_before(
     axis_name: AxisName = None,
     stacked_axes: StackedAxes = None,
     row_wise: bool = False,
-    rounded: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Keras's three clip arguments in front of ``inner``, with one pass for the norms.
+    """:func:`keras_clip` around an ``inner`` that needs sums of squares, too.
 
-    An ``inner`` that also needs sums of squares need not read the gradients again: it
-    receives those of the clipped gradients as ``clip_sums``, an extra argument. For
-    NovoGrad that is 7 N instead of 10 N, for row-wise Adagrad 4 N instead of 7 N. They
-    are sums of rows with ``row_wise``, otherwise of layers; None where the clip needs
-    none. With ``rounded`` updates get the dtypes of the gradients, otherwise they stay
-    as ``inner`` returns them.
+    It need not read the gradients again: it receives those of the clipped gradients as
+    ``clip_sums``, an extra argument. For NovoGrad that is 7 N instead of 10 N, for
+    row-wise Adagrad 4 N instead of 7 N. They are sums of rows with ``row_wise``,
+    otherwise of layers; None where the clip needs none.
     """
-    arguments = {
-        "clipnorm": clipnorm,
-        "clipvalue": clipvalue,
-        "global_clipnorm": global_clipnorm,
-    }
-    checks.at_most_one(**arguments)
-    clipnorm, clipvalue, global_clipnorm = (
-        limit if limit is None else checks.in_range(name, limit, "[0, inf]")
-        for name, limit in arguments.items()
+    clipnorm, clipvalue, global_clipnorm = _limits(
+        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
     )
     inner = optax.with_extra_args_support(inner)
     if clipnorm is clipvalue is global_clipnorm is None:
         return inner
+    if clipvalue is not None and not row_wise:  # 2 N in bfloat16 here, 1 N as a link.
+        return optax.chain(*keras_clip(clipvalue=clipvalue), inner)
 
     def init_fn(params: optax.Params) -> _States:
         clips_all = global_clipnorm is not None
@@ -284,9 +308,7 @@ def clip_before(
         updates, inner_state = inner.update(
             updates, inner_state, params, clip_sums=sums, **extra
         )
-        if rounded:
-            updates = maps.cast_like(updates, given)
-        return updates, (clip_state, inner_state)
+        return maps.cast_like(updates, given), (clip_state, inner_state)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -301,6 +323,16 @@ def factor_to(norm: jax.typing.ArrayLike, max_norm: jax.typing.ArrayLike) -> jax
     # cheaper operations in each of them.
     numerator = jnp.where(jnp.isfinite(norm), jnp.where(outside, max_norm, 1), jnp.nan)
     return numerator / jnp.where(outside, norm, 1)
+
+
+def clipped(g: jax.Array, factor: jax.Array) -> jax.Array:
+    """A gradient times the factor of its clip, which two kernels may read.
+
+    On CPU no kernel begins such an update in half precision before the norm is known.
+    It would copy what it reads: 0.7 N and 2 N moved for bfloat16, the loss inside.
+    """
+    g = after(g, factor) if g.dtype.itemsize == 2 else g
+    return narrow(arithmetic.scale(dtypes.widen(g), factor), g.dtype)
 
 
 def _factors(squares: Layers, max_norm: jax.typing.ArrayLike) -> Layers:

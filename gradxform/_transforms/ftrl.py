@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,9 +13,8 @@ import optax
 from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import proximal_rate
-from gradxform._trees import arithmetic, checks, compilers, constants, dtypes, maps
+from gradxform._trees import arithmetic, checks, compilers, constants, dtypes
 from gradxform._trees.mesh import AxisName
-from gradxform._trees.types import Gradient
 
 
 class FtrlState(NamedTuple):
@@ -71,7 +71,7 @@ def ftrl(
     a weight that had no other gradient before to 0.
 
     Args:
-      learning_rate: a scalar > 0, or a schedule ``count -> scalar``. If it is 0 at some
+      learning_rate: a scalar ≥ 0, or a schedule ``count -> scalar``. If it is 0 at some
         step, weights and state stay as they are; under ``jit`` a rate that is negative,
         infinite or NaN makes them NaN. As it falls, ``z`` counts for less and
         the weights shrink with it: see ``multiply_linear_by_learning_rate``.
@@ -123,16 +123,17 @@ def ftrl(
     Array([-0.5,  0. ], dtype=float32)
     """
     if not callable(learning_rate):
-        learning_rate = checks.in_range("learning_rate", learning_rate, "(0, inf)")
+        learning_rate = checks.in_range("learning_rate", learning_rate, "[0, inf)")
     checks.flags(multiply_linear_by_learning_rate=multiply_linear_by_learning_rate)
     power = checks.in_range("learning_rate_power", learning_rate_power, "(-inf, 0]")
-    start, l1, l2, l2_shrinkage, beta = checks.non_negative(
+    start, *strengths = checks.non_negative(
         initial_accumulator_value=initial_accumulator_value,
         l1_regularization_strength=l1_regularization_strength,
         l2_regularization_strength=l2_regularization_strength,
         l2_shrinkage_regularization_strength=l2_shrinkage_regularization_strength,
         beta=beta,
     )
+    numbers = _Numbers(power, *strengths)
 
     def init_fn(params: optax.Params) -> FtrlState:
         return FtrlState(
@@ -141,84 +142,94 @@ def ftrl(
             linear=constants.zeros(params, None, dtypes.wide_dtype),
         )
 
-    def move(
+    def update_fn(
         updates: optax.Updates,
         state: FtrlState,
-        params: optax.Params,
+        params: optax.Params | None = None,
         **_: object,
     ) -> tuple[optax.Updates, FtrlState]:
+        params = checks.params_like("ftrl", updates, params)
         rate = proximal_rate(learning_rate, state)
-        moves = rate != 0  # False only for a rate that was not known before.
-        inverse = 1 / jnp.where(moves, rate, 1)
-        if multiply_linear_by_learning_rate:  # All of z, and of the fraction below.
+        # All of z is multiplied, and the weight's fraction is expanded, or neither.
+        of_gradients, of_weights = (
+            jnp.ones_like(rate),
+            1 / jnp.where(rate != 0, rate, 1),
+        )
+        if multiply_linear_by_learning_rate:
             of_gradients, of_weights = rate, jnp.ones_like(rate)
-        else:
-            of_gradients, of_weights = jnp.ones_like(rate), inverse
-
-        def scaled(x: jax.Array, *factors: jax.typing.ArrayLike) -> jax.Array:
-            for factor in factors:
-                x = arithmetic.scale(x, factor)
-            return x
-
-        @jax.jit  # Traced once for each shape, not for each leaf.
-        def follow(
-            g: jax.Array, n: jax.Array, z: jax.Array, w: jax.Array
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            # n' = n + |g|²
-            square = arithmetic.abs_sq(g).astype(n.dtype)
-            # z' = z + g + 2·l2_shrinkage·w - (n'^-power - n^-power)/learning_rate·w
-            # A difference of roots, so that all of them add up to the divisor below.
-            sigma = _root(n + square, power) - _root(n, power)
-            g, w = (dtypes.widen(x).astype(z.dtype) for x in (g, w))
-            pull = scaled(g + scaled(w, 2, l2_shrinkage), of_gradients)
-            new_z = jnp.where(moves, z + pull - scaled(w, sigma, of_weights), z)
-            # Once z' is known, nobody needs n, and n' can be written in its place.
-            n = compilers.after(n, new_z)
-            new_n = jnp.where(moves, n + square, n)
-            # w' = -(z' - l1·z'/|z'|) / ((beta + n'^-power)/learning_rate + 2·l2)
-            z, n = map(compilers.apart, (new_z, new_n))  # Or they are computed again.
-            divisor = scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
-            divisor += scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
-            is_zero = divisor < np.finfo(n.dtype).tiny
-            if not checks.is_known(l1, 0):
-                size, least = jnp.abs(z), scaled(jnp.asarray(l1, n.dtype), of_gradients)
-                is_zero |= size <= least  # False for NaN, which stays.
-                size = jnp.where(is_zero, 1, size)
-                z = scaled(z, (size - least) / size)
-            new = scaled(z, -1 / jnp.where(is_zero, 1, divisor))
-            new = jnp.where(is_zero, 0, new)
-            # w' - w
-            return jnp.where(moves, new - w, 0), new_n, new_z
-
-        kept = state.sum_of_squares, state.linear
-        updates, *new = boundary.map_step(follow, updates, kept, reads=[params])
+        follow = functools.partial(
+            _follow, numbers, rate != 0, of_gradients, of_weights
+        )
+        updates, *new = boundary.map_step(
+            jax.jit(follow),  # Traced once for each shape, not for each leaf.
+            updates,
+            [state.sum_of_squares, state.linear],
+            reads=[params],
+        )
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
-    clipped = clipping.clip_before(
-        optax.GradientTransformationExtraArgs(init_fn, move),
+    tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    clip = clipping.keras_clip(
         clipnorm=clipnorm,
         clipvalue=clipvalue,
         global_clipnorm=global_clipnorm,
         axis_name=axis_name,
-        rounded=False,
     )
+    return optax.chain(*clip, tx) if clip else tx
 
-    def update_fn(
-        updates: optax.Updates,
-        state: optax.OptState,
-        params: optax.Params | None = None,
-        **extra: object,
-    ) -> tuple[optax.Updates, optax.OptState]:
-        params = checks.params_like("ftrl", updates, params)
-        moved, state = clipped.update(updates, state, params, **extra)
 
-        def rounded(u: jax.Array, g: Gradient, w: jax.typing.ArrayLike) -> jax.Array:
-            dtype = maps.dtype_of(g)
-            return u.astype(dtype) if dtype == maps.dtype_of(w) else u
+class _Numbers(NamedTuple):
+    """The arguments of the formula; each may be traced."""
 
-        return maps.map_updates(rounded, moved, updates, params), state
+    power: jax.typing.ArrayLike
+    l1: jax.typing.ArrayLike
+    l2: jax.typing.ArrayLike
+    l2_shrinkage: jax.typing.ArrayLike
+    beta: jax.typing.ArrayLike
 
-    return optax.GradientTransformationExtraArgs(clipped.init, update_fn)
+
+def _follow(
+    numbers: _Numbers,
+    moves: jax.Array,
+    of_gradients: jax.Array,
+    of_weights: jax.Array,
+    g: jax.Array,
+    n: jax.Array,
+    z: jax.Array,
+    w: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The update of an array, and its new state; no change unless it ``moves``."""
+    power, l1, l2, l2_shrinkage, beta = numbers
+    dtype = g.dtype if g.dtype == w.dtype else z.dtype
+    # n' = n + |g|²
+    square = arithmetic.abs_sq(g).astype(n.dtype)
+    # z' = z + g + 2·l2_shrinkage·w - (n'^-power - n^-power)/learning_rate·w
+    # A difference of roots, so that all of them add up to the divisor below.
+    sigma = _root(n + square, power) - _root(n, power)
+    g, w = (dtypes.widen(x).astype(z.dtype) for x in (g, w))
+    pull = _scaled(g + _scaled(w, 2, l2_shrinkage), of_gradients)
+    new_z = jnp.where(moves, z + pull - _scaled(w, sigma, of_weights), z)
+    # Once z' is known, nobody needs n, and n' can be written in its place.
+    n = compilers.after(n, new_z)
+    new_n = jnp.where(moves, n + square, n)
+    # w' = -(z' - l1·z'/|z'|) / ((beta + n'^-power)/learning_rate + 2·l2)
+    z, n = map(compilers.apart, (new_z, new_n))  # Or they are computed again.
+    divisor = _scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
+    divisor += _scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
+    is_zero = divisor < np.finfo(n.dtype).tiny
+    if not checks.is_known(l1, 0):
+        size, least = jnp.abs(z), _scaled(jnp.asarray(l1, n.dtype), of_gradients)
+        is_zero |= size <= least  # False for NaN, which stays.
+        size = jnp.where(is_zero, 1, size)
+        z = _scaled(z, (size - least) / size)
+    new = _scaled(z, -1 / jnp.where(is_zero, 1, divisor))
+    new = jnp.where(is_zero, 0, new)
+    # w' - w
+    return jnp.where(moves, new - w, 0).astype(dtype), new_n, new_z
+
+
+def _scaled(x: jax.Array, *factors: jax.typing.ArrayLike) -> jax.Array:
+    return functools.reduce(arithmetic.scale, factors, x)
 
 
 def _root(n: jax.Array, power: jax.typing.ArrayLike) -> jax.Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
@@ -193,30 +194,44 @@ def master_weights(
         threshold = half.even_threshold(*count) if counts else None
         done: list[jax.Array] = []
 
-        def move(u: jax.Array, r: jax.Array, p: jax.Array) -> tuple[jax.Array, ...]:
-            # x' = x + u, leaf after leaf on CPU, where each needs temporary memory.
-            x = apart(_joined(after(p, *done), r) + u)
-            # What `apply_updates` gives, to the same operations, so that TPU makes both
-            # in one pass. It may miss a number that is 2¹⁶ times smaller, or in float16
-            # 2¹³ times.
-            u = half.difference(_rounded(x, p, r), half.widen(p))
-            reached = half.widen(arithmetic.rounded_sum(u, p))
-            done[:] = [_residual(x, reached, p, r, threshold)]
-            # w' - w, where the compiler for CPU writes w' once w is no longer needed.
-            x, p = after(x, *done), after(p, *done)
-            return half.difference(_rounded(x, p, r), half.widen(p)), *done
-
         halves = maps.map_leaves(
             lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
         )
         halves, residual = boundary.map_step(
-            move, halves, [state.residual], reads=[params]
+            functools.partial(_move, threshold, done),
+            halves,
+            [state.residual],
+            reads=[params],
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
         kept = residual, inner_state, *map(optax.safe_increment, count)
         return updates, state_type(*kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _move(
+    threshold: jax.Array | None,
+    done: list[jax.Array],
+    u: jax.Array,
+    r: jax.Array,
+    p: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """The update of a parameter, and its residual, which takes the place of ``done``.
+
+    On CPU it begins when those are computed: each leaf needs temporary memory.
+    """
+    # x' = x + u
+    x = apart(_joined(after(p, *done), r) + u)
+    # What `apply_updates` gives, to the same operations, so that TPU makes both in one
+    # pass. It may miss a number that is 2¹⁶ times smaller, or in float16 2¹³ times.
+    u = half.difference(_rounded(x, p, r), half.widen(p))
+    reached = half.widen(arithmetic.rounded_sum(u, p))
+    residual = _residual(x, reached, p, r, threshold)
+    done[:] = [residual]
+    # w' - w, where the compiler for CPU writes w' once w is no longer needed.
+    x, p = after(x, residual), after(p, residual)
+    return half.difference(_rounded(x, p, r), half.widen(p)), residual
 
 
 def get_master_weights(params: Params, state: optax.OptState) -> Params:

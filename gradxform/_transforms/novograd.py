@@ -23,6 +23,11 @@ B2 = 0.98
 EPS = 1e-8
 WEIGHT_DECAY = 0.0
 
+_MAY_BE_0 = (
+    " A traced weight_decay may be any number: if it stays 0 name it in "
+    "inject_hyperparams(static_args=…)."
+)
+
 
 class ScaleByNovogradState(NamedTuple):
     """State of :func:`scale_by_novograd`.
@@ -73,8 +78,8 @@ def scale_by_novograd(
     Adam's: one array like the parameters, and one scalar for each layer.
 
     Args:
-      b1: decay of the momentum, in [0, 1).
-      b2: decay of the squared norms, in [0, 1).
+      b1: decay of the momentum, in [0, 1].
+      b2: decay of the squared norms, in [0, 1].
       eps: keeps the divisor from 0, ≥ 0; added in at least float32.
       weight_decay: the weight decay, ≥ 0. It is added to the normalized gradient, so
         the norms do not contain it. If it is not 0, ``update`` needs ``params``.
@@ -123,8 +128,8 @@ def scale_by_novograd(
     >>> updates["w"], updates["b"]  # b1 · -0.5 - 0.5, and 0
     (Array([-0.75, -0.75, -0.75, -0.75], dtype=float32), Array([0.], dtype=float32))
     """
-    b1 = checks.in_range("b1", b1, "[0, 1)")
-    b2 = checks.in_range("b2", b2, "[0, 1)")
+    b1 = checks.in_range("b1", b1, "[0, 1]")
+    b2 = checks.in_range("b2", b2, "[0, 1]")
     eps, weight_decay = checks.non_negative(eps=eps, weight_decay=weight_decay)
     checks.flags(
         grad_averaging=grad_averaging, nesterov=nesterov, eps_in_sqrt=eps_in_sqrt
@@ -157,7 +162,6 @@ def scale_by_novograd(
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        step_size = step_size_in_momentum
         momentum.check("novograd", updates, state.mu)
         if clip_sums is None:
             clip_sums = norms.squared_norms(
@@ -167,17 +171,6 @@ def scale_by_novograd(
             # the momentum reads these, too, and they may take the gradients' memory.
             updates = maps.map_updates(after, updates, clip_sums)
 
-        @jax.jit  # Traced once for each shape, not for each layer.
-        def average(square: jax.Array, nu: jax.Array) -> jax.Array:
-            # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
-            square = square.astype(nu.dtype)
-            averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
-            # A layer's first gradient may come late, after some None. Until then nu is
-            # -0.0, and the sign tells it from a norm of 0. Optax's states begin with
-            # 0.0.
-            first = (state.count == 0) | ((nu == 0) & jnp.signbit(nu))
-            return jnp.where(first, square, averaged)
-
         def step(
             g: jax.Array,
             mu: jax.Array,
@@ -186,7 +179,7 @@ def scale_by_novograd(
             w: jax.typing.ArrayLike = 0,
             decays: bool = False,
         ) -> tuple[jax.Array, ...]:
-            nu = average(square, nu)
+            nu = _average(nu, square, state.count, b2)
             # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
             inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
             d = arithmetic.scale_leading(dtypes.widen(g), inverse)
@@ -195,8 +188,8 @@ def scale_by_novograd(
                 d += arithmetic.scale(w, weight_decay)
             if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
                 d = arithmetic.scale(d, 1 - b1)
-            if step_size is not None:
-                d = arithmetic.scale(d, step_size)
+            if step_size_in_momentum is not None:
+                d = arithmetic.scale(d, step_size_in_momentum)
             # mu = b1·mu + d
             mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
             # u = mu, or d + b1·mu
@@ -205,16 +198,27 @@ def scale_by_novograd(
 
         rest: tuple[PyTree[object], ...] = (clip_sums,)
         if decays:
-            hint = " A traced weight_decay may be any number: if it stays 0 name it in "
-            hint += "inject_hyperparams(static_args=…)."
             name = f"weight_decay={weight_decay!r}"
-            params = checks.params_given(name, params, hint)
+            params = checks.params_given(name, params, _MAY_BE_0)
             rest = *rest, params, decayed(params)
         updates, mu, nu = boundary.map_step(step, updates, [state.mu, state.nu], *rest)
         count = optax.safe_increment(state.count)
         return updates, ScaleByNovogradState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+@jax.jit  # Traced once for each shape, not for each layer.
+def _average(
+    nu: jax.Array, square: jax.Array, count: jax.Array, b2: jax.typing.ArrayLike
+) -> jax.Array:
+    # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
+    square = square.astype(nu.dtype)
+    averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
+    # A layer's first gradient may come late, after some None. Until then nu is -0.0,
+    # and the sign tells it from a norm of 0. Optax's states begin with 0.0.
+    first = (count == 0) | ((nu == 0) & jnp.signbit(nu))
+    return jnp.where(first, square, averaged)
 
 
 def novograd(

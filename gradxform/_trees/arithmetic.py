@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradxform._trees import versions
-from gradxform._trees.compilers import narrow, where
+from gradxform._trees.compilers import where
 from gradxform._trees.dtypes import compute_dtype, widen
 
 
@@ -21,7 +21,7 @@ def scale(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:
     factor = versions.as_factor(jnp.asarray(factor, compute_dtype(x)), x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return jax.lax.complex(x.real * factor, x.imag * factor)
-    return narrow(widen(x) * factor, x.dtype)
+    return (widen(x) * factor).astype(x.dtype)
 
 
 def scale_leading(x: jax.Array, factor: jax.typing.ArrayLike) -> jax.Array:

@@ -1,7 +1,8 @@
 """Validation with one message shape: the argument, the allowed values, the given one.
 
 Only concrete values are checked. A traced value (a hyperparameter under ``jit``,
-``vmap`` or ``optax.inject_hyperparams``) passes: its value is not known yet.
+``vmap`` or ``optax.inject_hyperparams``) passes: its value is not known yet. One that
+misses the end of its range by a rounding is that end, traced or not.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from gradxform._trees.types import (
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
+# How far a schedule may miss a number: the end of its range, or an integer. Compilers
+# make n · (1 / n) of n / n, with an error of 2^-24. So a schedule through numbers up to
+# 128 misses its end by at most this. Its own end may be 0, and says nothing about that.
+ROUNDING = 2.0**-17
 
 
 def scalar(name: str, value: Any, *, integer: bool = False) -> None:  # Of any type.
@@ -49,7 +54,8 @@ def in_range(
 ) -> Any:  # Any kind of number.
     """A real scalar inside ``interval``, such as ``"[0, 1)"``; a traced value passes.
 
-    A complex number without an imaginary part is real, see :func:`real`. An int that
+    A number outside by a rounding comes back as the end, see :func:`to_end`. A complex
+    number without an imaginary part is real, see :func:`real`. An int that
     no int32 holds comes back as a float, which JAX takes. With ``integer`` it has to be
     an integer, traced or not.
 
@@ -60,7 +66,8 @@ def in_range(
     """
     if integer:
         scalar(name, value, integer=True)
-    value = real(value)
+    low, high = (float(bound) for bound in interval[1:-1].split(","))
+    value = to_end(real(value), low, high)
     if isinstance(value, jax.core.Tracer):
         return value
     given = value
@@ -72,8 +79,10 @@ def in_range(
     array = np.asarray(value)
     if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
-    low, high = (float(bound) for bound in interval[1:-1].split(","))
     number = array.item()
+    if jnp.issubdtype(array.dtype, jnp.floating):  # An end is rounded as the number is.
+        with np.errstate(over="ignore"):
+            low, high = (float(np.asarray(end, array.dtype)) for end in (low, high))
     above = low < number if interval.startswith("(") else low <= number
     below = number < high if interval.endswith(")") else number <= high
     if not (above and below):  # NaN compares false with everything and ends here.
@@ -83,6 +92,21 @@ def in_range(
     if "inf]" not in interval and abs(number) > float(widest.max):
         raise ValueError(f"{name} must be finite in {widest.dtype}, got {number!r}.")
     return value
+
+
+def to_end(value: Any, low: float, high: float) -> Any:  # As `in_range`.
+    """The end of a range that a number misses by a rounding; any other as it is."""
+    if not jnp.issubdtype(dtypes.dtype_of(value), jnp.floating):
+        return value
+    traced = isinstance(value, jax.core.Tracer)
+    x, own = (value, jnp) if traced else (np.asarray(value), np)
+    eps = float(jnp.finfo(x.dtype).eps)  # An end such as 1/3 is rounded itself.
+    below = (x < low) & (x >= low - ROUNDING - eps * abs(low))
+    above = (x > high) & (x <= high + ROUNDING + eps * abs(high))
+    if not (traced or np.any(below | above)):
+        return value
+    x = own.where(below, low, own.where(above, high, x)).astype(x.dtype)
+    return x.item() if isinstance(value, float) else x
 
 
 def is_real(value: object) -> bool:
@@ -105,7 +129,22 @@ def scheduled(
     name = f"{name}(global_step)"
     value: jax.typing.ArrayLike = schedule(global_step)
     scalar(name, value)
-    return in_range(name, value, interval)
+    return whole(in_range(name, value, interval))
+
+
+def whole(value: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
+    """The nearest integer if a number for counts misses it by a rounding.
+
+    Its own size counts, too: 1,000 may be missed by 1,000 times as much as 1.
+    """
+    if not jnp.issubdtype(dtypes.dtype_of(value), jnp.floating):
+        return value
+    traced = isinstance(value, jax.core.Tracer)
+    x, own = (value, jnp) if traced else (np.asarray(value), np)
+    nearest = own.round(x)
+    most = ROUNDING * own.maximum(1, abs(nearest))
+    is_missed = (nearest + most >= x) & (x + most >= nearest)  # No inf - inf.
+    return own.where(is_missed, nearest, x)
 
 
 def real(value: T) -> T:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._rows import boundary
-from gradxform._transforms.clipping import factor_to, global_norm
+from gradxform._transforms.clipping import clipped, factor_to, global_norm
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.mesh import AxisName
 
@@ -128,7 +128,7 @@ def clip_by_zscore(
         c = mean + most * std * most / jnp.where(clips, z, 1)
         c = jnp.where(clips, c, jnp.inf)
         factor = factor_to(norm + _EPS, c)
-        updates = maps.map_updates(lambda g: arithmetic.scale(g, factor), updates)
+        updates = maps.map_updates(lambda g: clipped(g, factor), updates)
 
         c, n = jnp.minimum(norm, c), jnp.minimum(state.num_held + 1, last)
         weight = jnp.where(collects, 1 / n.astype(jnp.float32), 1 - keep)

@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from gradxform._rows import boundary
@@ -65,7 +64,7 @@ def scale_by_delayed_nesterov(
     gradients count towards its N.
 
     Args:
-      b1: decay of the momentum, in [0, 1).
+      b1: decay of the momentum, in [0, 1].
       num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as a rule
         the number of workers.
       activation: the part of the momentum that acts with every gradient, in
@@ -100,13 +99,10 @@ def scale_by_delayed_nesterov(
     [0.5] [1.]
     [1.25] [1.5]
     """
-    b1 = checks.in_range("b1", b1, "[0, 1)")
+    b1 = checks.in_range("b1", b1, "[0, 1]")
     checks.in_range("num_delay", num_delay, checks.COUNTS, integer=True)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
-    # In single precision 1/3 itself is a little above 1/3.
-    given = getattr(checks.real(activation), "dtype", np.float64)
-    most = max(most, float(np.asarray(most, given)))
     activation = checks.in_range("activation", activation, f"[0, {most}]")
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)

@@ -95,4 +95,4 @@ def _checked(
     if isinstance(array, np.ndarray):
         for i, factor in enumerate(array):
             checks.in_range(f"factors[{i}]", factor, "[0, inf)")
-    return array
+    return checks.to_end(array, 0.0, np.inf)

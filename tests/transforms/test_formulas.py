@@ -503,3 +503,111 @@ def test_rates_of_several_runs_at_once():
     updates, start = step(jnp.array([0.0, 1.0]))
     assert updates.tolist() == [[0.0, 0.0], [-1.25, -1.25]]  # m is 1/2, u is 1 + 1/4.
     assert start.tolist() == [[1.0, 1.0], [0.75, 0.75]]
+
+
+def missed(end, by):
+    """A schedule that is at its end, but for a rounding; traced where the step is."""
+    return lambda count: jnp.asarray(count, jnp.float32) * 0 + (end + by)
+
+
+CLIP = {"initial_accumulator_value": 1.0}
+# (factory, the rest of its arguments, the name of the number, its end, where it misses)
+ENDS = [
+    *(("adagrad", CLIP, name, 0.0, -1) for name in (
+        "eps", "clipnorm", "clipvalue", "global_clipnorm")),
+    ("adagrad", {}, "initial_accumulator_value", 0.0, -1),
+    ("adagrad", CLIP | {"row_wise": True}, "clipnorm", 0.0, -1),
+    *(("ftrl", {}, name, 0.0, -1) for name in (
+        "initial_accumulator_value", "l1_regularization_strength",
+        "l2_regularization_strength", "l2_shrinkage_regularization_strength",
+        "beta", "clipnorm", "clipvalue", "global_clipnorm")),
+    ("ftrl", {"initial_accumulator_value": 0.0}, "learning_rate_power", 0.0, 1),
+    *(("proximal_adagrad", {}, f"{name}_regularization_strength", 0.0, -1) for name in (
+        "l1", "l2")),
+    *(("novograd", {"grad_averaging": True, "weight_decay": 0.1}, *rest) for rest in (
+        ("b1", 1.0, 1), ("b1", 0.0, -1), ("b2", 1.0, 1), ("b2", 0.0, -1),
+        ("eps", 0.0, -1))),
+    *(("novograd", {}, name, 0.0, -1) for name in (
+        "weight_decay", "clipnorm", "clipvalue", "global_clipnorm")),
+    *(("delayed_nesterov", {"num_delay": 3}, *rest) for rest in (
+        ("b1", 1.0, 1), ("b1", 0.0, -1), ("activation", 0.0, -1),
+        ("activation", 1 / 3, 1))),
+    *(("momentum_look_ahead", {}, *rest) for rest in (("b1", 1.0, 1), ("b1", 0.0, -1))),
+]  # fmt: skip
+
+
+def name_of_end(case):
+    name, _, argument, end, _ = case
+    return f"{name}-{argument}-{end:.2f}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ENDS, ids=name_of_end)
+def test_a_number_that_misses_its_end_by_a_rounding_is_that_end(case):
+    """As compiled schedules do: ``linear_schedule(0.1, 0.0, 5)`` ends at -1.5e-9."""
+    name, rest, argument, end, side = case
+    static = [k for k, v in rest.items() if isinstance(v, bool) or k == "num_delay"]
+    make = optax.inject_hyperparams(getattr(gx, name), static_args=static)
+    tx = make(**{"learning_rate": 0.1} | rest | {argument: missed(end, side * 1e-6)})
+    params, *grads = ({k: x[k] for k in ("b", "k")} for x in sequence(1, steps=4))
+    wanted = getattr(oracles, name)
+    wanted = list(wanted(params, grads, 0.1, **rest | {argument: end}))
+    for outer, wrap in (tx, lambda f: f), (gx.accumulate(tx, 1), jax.jit):
+        step = wrap(functools.partial(gx.apply_gradients, outer))
+        got = jax.tree.map(jnp.float32, params)
+        state = wrap(outer.init)(got)
+        for g, (expected, *_) in zip(grads, wanted, strict=True):
+            got, state = step(jax.tree.map(jnp.float32, g), state, got)
+            agree(got, expected)
+
+
+RATES_TO_0 = {
+    "linear": optax.linear_schedule(0.1, 0.0, 5),
+    "polynomial": optax.polynomial_schedule(0.1, 0.0, 3, 5),
+    "up and down": optax.join_schedules(
+        [optax.linear_schedule(0.0, 0.1, 2), optax.linear_schedule(0.1, 0.0, 5)], [2]
+    ),
+    "warm-up": optax.warmup_cosine_decay_schedule(0.0, 0.1, 2, 7),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")  # Optax's cosine needs it.
+@pytest.mark.parametrize("rate", RATES_TO_0)
+@pytest.mark.parametrize("name", ["ftrl", "proximal_adagrad"])
+def test_parameters_stay_where_a_rate_has_ended(name, rate):
+    rate, make = RATES_TO_0[rate], getattr(gx, name)
+    params, *grads = ({k: x[k] for k in ("b", "k")} for x in sequence(1, steps=11))
+    rates = [max(0.0, float(rate(t))) for t in range(10)]
+    # FTRL has no formula for 0. The other one's sum of squares grows all the same.
+    moves = [t for t in range(10) if name != "ftrl" or rates[t] > 1e-8]
+    wanted = getattr(oracles, name)(
+        params, [grads[t] for t in moves], lambda i: rates[moves[i]]
+    )
+    wanted = dict(zip(moves, (p for p, *_ in wanted), strict=True))
+    injected = optax.inject_hyperparams(make)(rate)
+    for tx, wrap in (
+        (make(rate), jax.jit),
+        (injected, lambda f: f),
+        (gx.accumulate(injected, 1), jax.jit),
+    ):
+        step = wrap(functools.partial(gx.apply_gradients, tx))
+        got, expected = jax.tree.map(jnp.float32, params), params
+        state = tx.init(got)
+        for t, g in enumerate(grads):
+            expected = wanted.get(t, expected)
+            got, state = step(jax.tree.map(jnp.float32, g), state, got)
+            agree(got, expected)
+
+
+@pytest.mark.parametrize("make", [gx.ftrl, gx.proximal_adagrad])
+def test_a_rate_that_is_really_negative_is_none(make):
+    g = jnp.ones(2)
+    for tx in (make(missed(0.0, -1e-4)), optax.inject_hyperparams(make)(0.1)):
+        state = tx.init(g)
+        if hasattr(state, "hyperparams"):
+            state.hyperparams["learning_rate"] = jnp.float32(-1e-4)
+        with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\)"):
+            tx.update(g, state, g)
+        assert jnp.isnan(jax.jit(tx.update)(g, state, g)[0]).all()
+    assert jnp.all(make(0.0).update(g, make(0.0).init(g), g)[0] == 0)

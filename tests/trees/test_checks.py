@@ -262,3 +262,99 @@ def test_another_thread_may_import_the_same_module_of_jax(monkeypatch):
     monkeypatch.delattr(jax, "extend", raising=False)
     checks.not_while_tracing("pull")
     assert opaque._opaque.__wrapped__()
+
+
+def near(number):
+    """A schedule that misses a number by a rounding, on the side that matters."""
+    return lambda count: jnp.asarray(count, jnp.float32) * 0 + number
+
+
+def pushed(tx, *pushes):
+    """The parameters after gradients of 1, from 0."""
+    w = jnp.zeros(())
+    state = tx.init(w)
+    for push in pushes:
+        given = push if isinstance(push, dict) else {"local_step": push}
+        given = {"grad": 1.0} | given
+        grad = jnp.asarray(given.pop("grad"))
+        w, state = gx.apply_gradients(tx, grad, state, w, **given)
+    return w
+
+
+def weighted(s):
+    return jnp.asarray(s, jnp.float32) * 0 - 1e-6
+
+
+# What the program of each gate gives, and what the very end gives.
+GATES = {
+    "max_staleness to 0": (lambda: pushed(gx.drop_stale(INNER, near(-1e-6)), 0, 1), -2),
+    "max_staleness to 1": (
+        lambda: pushed(gx.drop_stale(INNER, near(1 - 1e-6)), 0, 0, 0),
+        -2,
+    ),
+    "max_staleness of a sum": (
+        lambda: pushed(
+            gx.conditional_accumulator(INNER, 1, max_staleness=near(1 - 1e-6)), *[0] * 3
+        ),
+        -2,
+    ),
+    "num_required to 2": (
+        lambda: pushed(gx.accumulate(INNER, near(2 + 1e-6)), {}, {}),
+        -1,
+    ),
+    "num_required to 1": (lambda: pushed(gx.accumulate(INNER, near(1 - 1e-6)), {}), -1),
+    "weight to 0": (
+        lambda: pushed(
+            gx.accumulate(INNER, 1), {"grad": np.nan, "weight": weighted(0)}
+        ),
+        0,
+    ),
+    "weight by staleness": (
+        lambda: pushed(
+            gx.conditional_accumulator(INNER, 1, weight=weighted),
+            {"grad": np.nan, "local_step": 0},
+        ),
+        0,
+    ),
+    "power to 0": (lambda: scaled(gx.scale_by_staleness, staleness=3), 1),
+    "variance_control to 0": (
+        lambda: scaled(gx.compensate_delay, worker_params=jnp.full(1, -1e6)),
+        1,
+    ),
+    "factors to 0": (
+        lambda: scaled(lambda x: gx.scale_by_worker(jnp.stack([x, x])), worker=1),
+        0,
+    ),
+    "sigmas to 0": (  # The third is the mean of the first two.
+        lambda: pushed(
+            gx.skip_spikes(INNER, window=4, sigmas=weighted(0)),
+            *[{"grad": g} for g in (1.0, 3.0, 2.0)],
+        ),
+        -6,
+    ),
+    "max_norm to 0": (lambda: scaled(gx.clip_by_global_norm), 0),
+    "max_norm of a leaf to 0": (lambda: scaled(gx.clip_by_norm), 0),
+}
+
+
+def scaled(make, **extra):
+    """The update for a gradient of 1, with a number that misses 0."""
+    g = jnp.ones(1)
+    tx = make(weighted(0))
+    return tx.update(g, tx.init(g), 0 * g, **extra)[0][0]
+
+
+@pytest.mark.parametrize("case", GATES)
+def test_a_schedule_that_misses_a_number_by_a_rounding_gives_that_number(case):
+    given, wanted = GATES[case]
+    for run in (given, jax.jit(given)):
+        np.testing.assert_array_equal(np.float64(run()), wanted)
+
+
+def test_what_misses_by_more_is_refused():
+    for number in (-1e-5, np.nan):
+        with pytest.raises(ValueError, match=r"max_norm must be in \[0, inf\]"):
+            gx.clip_by_norm(number)
+    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\]"):
+        gx.novograd(0.1, b1=1.00001)
+    assert pushed(gx.drop_stale(INNER, near(0.999)), 0, 0) == -1

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental import jet
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -91,6 +92,34 @@ def test_rounding_works_under_every_jax_transformation():
     half = x.astype(jnp.bfloat16)
     got = taken_through(lambda g: tx.update(g, tx.init(g))[0], half)
     chex.assert_trees_all_equal(got, taken_through(lambda g: g * -0.5, half))
+
+
+LINKS = {
+    "rate": (gx.scale_by_learning_rate(0.5), {}, -0.5),
+    "schedule": (gx.scale_by_learning_rate(lambda count: 0.5), {}, -0.5),
+    "staleness": (gx.scale_by_staleness(), {"staleness": 2}, 0.5),
+    "worker": (gx.scale_by_worker([1.0, 0.5]), {"worker": 1}, 0.5),
+    "gate": (gx.drop_stale(gx.scale_by_learning_rate(0.5), 1), {"local_step": 0}, -0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", LINKS)
+def test_a_linear_link_is_its_own_transpose(name, dtype):
+    tx, extra, factor = LINKS[name]
+    g = jnp.array([1.0, 1 / 3, -2.7], dtype)
+    state = tx.init(g)
+
+    def link(g):
+        return tx.update(g, state, g, **extra)[0]
+
+    back = jax.linear_transpose(link, g)
+    got = [link(g), *back(g), *jax.jit(back)(g), *jax.vmap(back)(g[None])[0]]
+    if name != "gate":  # No conditional has a Taylor series.
+        got.append(jet.jet(link, (g,), ((g,),))[1][0])
+    for x in got:
+        assert x.dtype == dtype
+        np.testing.assert_array_equal(x, g * factor)
 
 
 @pytest.mark.slow
