@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -13,8 +14,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, dtypes, maps
-from gradxform._trees.compilers import apart
+from gradxform._trees import checks, compilers, constants, dtypes, maps, mesh
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree, T
 
@@ -91,9 +91,11 @@ def low_bit_state(
 
     Each array is divided into blocks along its last axis but one, or, if
     ``block_axis=-1`` or if it has only one, along the last. An array of two axes is
-    divided along the last one, too, if only the first one has fewer than ``block_size``
-    entries. The vectors of stacked layers are such an array. A block has one scale
-    :math:`m = \max \lvert s \rvert`, and for each entry ``s`` a code of 8 bits:
+    divided along the last one, too, if the first one has fewer than 4 times
+    ``block_size`` entries, and the last one at least 8. The vectors of stacked layers
+    are such an array. If there are more layers, :func:`minimize` with ``layers`` needs
+    ``block_axis=-1``. A block has one scale :math:`m = \max \lvert s \rvert`, and for
+    each entry ``s`` a code of 8 bits:
 
     .. math:: c = \begin{cases}
           round(255 \cdot (s / m)^{1/4}) & \text{if no entry of the block is negative}
@@ -124,7 +126,9 @@ def low_bit_state(
     shapes on every mesh and under ``jit``, and its checkpoint fits any number of
     devices. Codes lie where the array would lie. If the number of blocks can be divided
     among the devices along that axis, each has its own scales, else all of them. In
-    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too.
+    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too. Under
+    ``jax.jit`` the arrays of a new state are encoded one after another, so there is
+    room for one of them in floating point, not for all.
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
@@ -186,19 +190,27 @@ def low_bit_state(
         names = map(checks.path_str, paths)
         whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
+        # With an argument in it, `jit` knows the devices.
+        done = [constants.zero(params, jnp.float32)]
+
         def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
             if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
                 return x, x
             shape = np.shape(x)
             axis = max(len(shape) + block_axis, 0)
-            if len(shape) == 2 and shape[0] < block_size <= shape[1]:
+            if len(shape) == 2 and shape[0] < 4 * block_size and shape[1] >= _SHORTEST:
                 axis = 1  # A row, perhaps a layer, has blocks of its own.
             small = np.size(x) < min_size or shape[axis:] < (_SHORTEST,)
             is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
             if whole or not is_real or is_kept(name):
                 return optax.MaskedNode(), x
             x = jnp.asarray(x)
-            return _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
+            if isinstance(x, jax.core.Tracer):
+                # Otherwise the compiler for CPU makes all arrays in floating point
+                # before it encodes one: 1 N. A barrier around `x` does not change that.
+                x = jnp.where(compilers.together((np.True_, *done))[0], x, 0)
+            done[:] = _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
+            return done[0], done[1]
 
         entries = zip(names, maps.leaves(state), whole, strict=True)
         return _state(maps.structure(state), [encoded(*entry) for entry in entries])
@@ -261,12 +273,12 @@ def _again(scales: _Scales, old: Any, x: Any) -> tuple[_Scales, Leaf]:  # Any le
 
 def _encoded(x: jax.Array, axis: int, n: int, dtype: Any) -> _Encoded:
     """A scale for each of ``n`` blocks, in a dtype, and 8 bits for each entry."""
+    encode = functools.partial(_encode, axis=axis, n=n, dtype=dtype)
     there = jax.typeof(x).sharding
     spec = [*there.spec, *[None] * (x.ndim - len(there.spec))]
-    if n % (x.shape[axis] // there.shard_shape(x.shape)[axis]):
+    if n % math.prod(there.mesh.shape[name] for name in mesh.axes_of([spec[axis]])):
         spec[axis] = None  # A block is on several devices.
-    places = there.update(spec=P(*spec)), there
-    return _placed(functools.partial(_encode, axis=axis, n=n, dtype=dtype), places)(x)
+    return _placed(encode, (there.update(spec=P(*spec)), there))(x)
 
 
 def _decoded(scales: _Scales, codes: Any) -> Any:  # Any leaf.
@@ -305,7 +317,7 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> _Encoded:
     length, x = x.shape[axis], dtypes.widen(x)
     # A maximum may drop NaN on CPU, but not inf. On CPU it needs an array in memory.
-    x = apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
+    x = compilers.apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
     low, high = (f(x, axis=axis + 1, keepdims=True) for f in (jnp.min, jnp.max))
     most = jnp.maximum(high, -low)
     unsigned = (low >= 0) & (most > 0)

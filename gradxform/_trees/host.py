@@ -59,7 +59,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         ``jax.ShapeDtypeStruct`` with shardings, for a checkpoint.
       min_size: how many entries an array must have to be moved, ≥ 1. The entries on all
         devices count. Smaller arrays stay. So do arrays of 8 bits, because the compiler
-        for TPU takes no layer of them from the host.
+        for TPU takes no layer of them from the host, and typed keys of ``jax.random``,
+        because JAX gives no new key there. An array in that memory is not copied.
 
     Returns:
       The same tree. Shapes, dtypes and shardings stay, but for the kind of memory.
@@ -92,7 +93,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
 
     def move(path: Path, x: Any) -> Any:  # Any leaf.
         nonlocal last
-        if np.size(x) < min_size or dtypes.dtype_of(x).itemsize == 1:
+        dtype = dtypes.dtype_of(x)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+        if np.size(x) < min_size or dtype.itemsize == 1 or is_key or is_there(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             if x.sharding is None:
