@@ -43,7 +43,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     be made on CPU and moved by ``jax.device_put``.
 
     Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
-    after the first step, and compiles the second one again.
+    after the first step, and compiles the second one again. On a mesh of automatic axes
+    give this ``jax.jit`` its ``out_shardings``. Otherwise zeros of optax are on one
+    device, and the next step raises an error; the page on larger models shows how.
 
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
     and return them in the same order. JAX pairs donated buffers with results by shape
