@@ -14,7 +14,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, compilers, constants, dtypes, maps, mesh
+from gradxform._trees import checks, constants, dtypes, maps, mesh
+from gradxform._trees.compilers import apart
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, PyTree, T
 
@@ -191,9 +192,10 @@ def low_bit_state(
         whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
         # With an argument in it, `jit` knows the devices.
-        done = [constants.zero(params, jnp.float32)]
+        last = constants.zero(params, jnp.float32)
 
         def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
+            nonlocal last
             if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
                 return x, x
             shape = np.shape(x)
@@ -205,12 +207,13 @@ def low_bit_state(
             if whole or not is_real or is_kept(name):
                 return optax.MaskedNode(), x
             x = jnp.asarray(x)
-            if isinstance(x, jax.core.Tracer):
+            is_manual = jax.typeof(x).sharding.mesh.manual_axes  # Axes may differ.
+            if isinstance(x, jax.core.Tracer) and not is_manual:
                 # Otherwise the compiler for CPU makes all arrays in floating point
                 # before it encodes one: 1 N. A barrier around `x` does not change that.
-                x = jnp.where(compilers.together((np.True_, *done))[0], x, 0)
-            done[:] = _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
-            return done[0], done[1]
+                x = jnp.where(constants.never(jnp.sum(last)), 1, x)
+            last, codes = _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
+            return last, codes
 
         entries = zip(names, maps.leaves(state), whole, strict=True)
         return _state(maps.structure(state), [encoded(*entry) for entry in entries])
@@ -317,7 +320,7 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> _Encoded:
     length, x = x.shape[axis], dtypes.widen(x)
     # A maximum may drop NaN on CPU, but not inf. On CPU it needs an array in memory.
-    x = compilers.apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
+    x = apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
     low, high = (f(x, axis=axis + 1, keepdims=True) for f in (jnp.min, jnp.max))
     most = jnp.maximum(high, -low)
     unsigned = (low >= 0) & (most > 0)
