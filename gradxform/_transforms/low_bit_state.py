@@ -162,15 +162,15 @@ def low_bit_state(
       Gonzalez Ortiz et al., `FlashOptim <https://arxiv.org/abs/2602.23349>`__, 2026.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
-    >>> params = {"w": jnp.zeros((256, 128)), "b": jnp.zeros(128)}
+    >>> params = {"w": jnp.zeros((512, 128)), "b": jnp.zeros(128)}
     >>> tx = gx.low_bit_state(optax.trace(0.9))
-    >>> grads = {"w": jnp.full((256, 128), 2.0), "b": jnp.ones(128)}
+    >>> grads = {"w": jnp.full((512, 128), 2.0), "b": jnp.ones(128)}
     >>> updates, state = tx.update(grads, tx.init(params), params)
     >>> trace = state.inner_state.trace
     >>> trace["w"].dtype, trace["b"].dtype
     (dtype('int8'), dtype('float32'))
     >>> [scales.shape for scales in jax.tree.leaves(state.scales)]
-    [(2, 128)]
+    [(4, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
     checks.transformation("inner", inner)
