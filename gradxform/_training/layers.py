@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,30 +24,20 @@ from gradxform._rows.by_row import (
     Missing,
     MixedRowsError,
     Notes,
-    Place,
     Program,
     Table,
 )
-from gradxform._training import stacks
+from gradxform._training import passes, stacks
+from gradxform._training.passes import LayerParts, Numbered
 from gradxform._trees import (
     checks,
     compilers,
-    constants,
     dtypes,
     host,
     jaxprs,
     maps,
-    versions,
 )
 from gradxform._trees.types import Path
-
-if TYPE_CHECKING:
-    from jax.extend.core import Var
-
-# Arrays by the number of their leaf, or by their position.
-Numbered = dict[int, jax.Array]
-# What a layer gives to reductions of all layers.
-LayerParts = dict[Place, jax.Array]
 
 _LATER = (
     "its update of a layer reads gradients of other parameters, which are known only "
@@ -102,7 +92,7 @@ def step(
     leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
     names = [path for path, _ in maps.leaves_with_path(learning)]
     for n, p in leaves.items():
-        if not _is_real(p):
+        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
             raise TypeError(
                 f"{dtypes.dtype_of(p)} at {checks.path_name(names[n])} has no "
                 "gradient: let trainable be False there."
@@ -114,8 +104,8 @@ def step(
 
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
     named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
-    loss = stacks.split(closed, list(leaves), named)
-    results, after, backward = _forward(loss, leaves)
+    loss = stacks.find_scan(closed, list(leaves), named)
+    results, after, backward = passes.forward(loss, leaves)
     tables = {
         names[n]: Table(shape, rows + 1, None, axis, rows // loss.length)
         for n, axis in loss.axes.items()
@@ -126,109 +116,9 @@ def step(
     update = _Update.of(tx, by, learning, params, state, extra_of(results[0]))
     if two_passes:
         update, after = update.after_first_pass(backward, after)
-    wholes, grads, _ = backward(update.wholes | after, update.of_layer)
+    wholes, grads, _ = backward.run(update.wholes | after, update.of_layer)
     params, state = host.put_back(update.of_others(wholes, grads), (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
-
-
-# What is done with a layer:
-# (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
-_OfLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]]
-# The backward pass:
-# (whole arrays, _OfLayer) -> whole arrays, gradients of all other leaves, what it gave
-_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered, LayerParts]]
-
-
-def _forward(
-    loss: stacks.Parts, leaves: Numbered
-) -> tuple[list[jax.Array], Numbered, _Backward]:
-    """The results of a loss, its stacks, which are as before, and its backward pass."""
-    axes, needed = loss.axes, loss.needed
-    num_consts, num_carry = versions.scan_lengths(loss.scan)
-    start = num_consts + num_carry  # Of the scanned inputs.
-
-    def before(dense: Numbered) -> tuple[Numbered, Numbered]:
-        env = loss.before(dense)
-        return _divided([env[x] for x in needed])
-
-    def env(values: Numbered) -> dict[Var, jax.Array]:
-        return {needed[k]: x for k, x in (fixed | values).items()}
-
-    dense = {n: p for n, p in leaves.items() if n not in axes}
-    values, pull_before, fixed = jax.vjp(before, dense, has_aux=True)
-    inputs = loss.inputs(env(values))
-
-    def layer(held: Any, x: Any) -> tuple[Any, Any]:
-        (carry, wholes), (i, scanned) = held, x
-        both = {
-            n: compilers.layer(wholes[n], i, loss.length, axis)
-            for n, axis in axes.items()
-        }
-        rows = {n: row for n, (row, _) in both.items()}
-        results = loss.layer(rows, [*inputs[:num_consts], *carry, *scanned])
-        wholes = {n: whole for n, (_, whole) in both.items()}
-        return (results[:num_carry], wholes), (carry, results[num_carry:])
-
-    each = jnp.arange(loss.length)
-    first = inputs[num_consts:start], {n: leaves[n] for n in axes}
-    (last, wholes), (carries, ys) = jax.lax.scan(
-        layer, first, (each, inputs[start:]), reverse=loss.is_reverse
-    )
-    made, whole_numbers = _divided([*last, *ys])
-
-    def after(made: Numbered, values: Numbered) -> tuple[jax.Array, list[jax.Array]]:
-        results = loss.after(env(values), whole_numbers | made)
-        return results[0], results
-
-    differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
-    (_, results), (of_made, of_values) = differentiated(made, values)
-
-    def backward(
-        wholes: Numbered, apply: _OfLayer
-    ) -> tuple[Numbered, Numbered, LayerParts]:
-        real, _ = _divided(inputs)
-
-        def layer(held: Any, x: Any) -> tuple[Any, Any]:
-            (wholes, sums, of_carry), (i, carry, scanned, of_ys) = held, x
-            given = [*inputs[:num_consts], *carry, *scanned]
-
-            def f(rows: Numbered, real: Numbered) -> Numbered:
-                merged = [real.get(k, x) for k, x in enumerate(given)]
-                return _divided(loss.layer(rows, merged))[0]
-
-            rows = {
-                n: host.layer(wholes[n], i, loss.length, axis)
-                for n, axis in axes.items()
-            }
-            _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
-            of_rows, of_given = pull(of_carry | of_ys)
-            sums = {k: total + of_given[k] for k, total in sums.items()}
-            of_carry = {k: of_given[num_consts + k] for k in of_carry}
-            of_scanned = {k: g for k, g in of_given.items() if k >= start}
-            wholes, given_by = apply(i, wholes, of_rows)
-            return (wholes, sums, of_carry), (of_scanned, given_by)
-
-        sums = {
-            k: constants.zeros_of_type(jax.typeof(x))
-            for k, x in real.items()
-            if k < num_consts
-        }
-        of_last = {k: g for k, g in of_made.items() if k < num_carry}
-        of_ys = {k: g for k, g in of_made.items() if k >= num_carry}
-        (wholes, sums, of_first), (of_scanned, given_by) = jax.lax.scan(
-            layer,
-            (wholes, sums, of_last),
-            (each, carries, inputs[start:], of_ys),
-            reverse=not loss.is_reverse,
-        )
-        of_first = {num_consts + k: g for k, g in of_first.items()}
-        total = dict(of_values)
-        for k, g in (sums | of_first | of_scanned).items():
-            if (x := loss.scan.invars[k]) in needed:
-                total[needed.index(x)] += g
-        return wholes, pull_before(total)[0], given_by
-
-    return results, wholes, backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,7 +261,7 @@ class _Update:
         return jax.tree.unflatten(self.program.structure, leaves)
 
     def after_first_pass(
-        self, backward: _Backward, stacks: Numbered
+        self, backward: passes.BackwardPass, stacks: Numbered
     ) -> tuple[_Update, Numbered]:
         """The same, with the results of the reductions of all gradients.
 
@@ -395,23 +285,11 @@ class _Update:
             return wholes | same, parts
 
         with _explained(self.by):
-            wholes, grads, parts = backward(self.wholes | stacks, note)
+            wholes, grads, parts = backward.run(self.wholes | stacks, note)
             known = self.by._replace(notes=notes.totals(parts))
             noting = known._replace(takes_notes=True)
             self.run(noting, self.gradients(grads), _GONE)
         return dataclasses.replace(self, by=known), {n: wholes[n] for n in stacks}
-
-
-def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
-    """Arrays that have a derivative, and others, by position; without None."""
-    there = {k: x for k, x in enumerate(values) if x is not None}
-    real = {k: x for k, x in there.items() if _is_real(x)}
-    return real, {k: x for k, x in there.items() if k not in real}
-
-
-def _is_real(x: Any) -> bool:  # An array, a number.
-    """Whether it has a derivative: integers have none."""
-    return jnp.issubdtype(dtypes.dtype_of(x), jnp.inexact)
 
 
 @contextlib.contextmanager
