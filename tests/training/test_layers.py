@@ -328,6 +328,107 @@ def test_some_stacks_are_layers(layers):
     check(tied, optax.adamw(1e-2), layers=layers)
 
 
+# Only what depends on trainable parameters is differentiated, as in the plain step.
+
+
+def halved(x):
+    """A loop without a known number of steps has no derivative in reverse mode."""
+    return jax.lax.while_loop(lambda x: jnp.max(x) > 1, lambda x: x / 2, x)
+
+
+def sine(x):
+    """Neither has a call to the host."""
+    return jax.pure_callback(np.sin, x, x)
+
+
+def over_data(p, ids, y):
+    """In front of the scan, in it over a carry and what it goes over, and behind it."""
+    weights = halved(y + 3)
+
+    def body(carry, each):
+        (x, noise, late), (w, bias) = carry, each
+        noise = sine(halved(noise))
+        x = layer(p, x, w) + 0.1 * sine(jax.lax.stop_gradient(bias)) + noise.mean()
+        late = late * 0.5 + x.mean()  # It depends on parameters after one layer.
+        return (x, noise, late), (late, noise)
+
+    first = p["emb"][ids], y, jnp.zeros(())
+    scanned = p["blocks"], jax.lax.stop_gradient(p["bias"])
+    (x, noise, late), (_, noises) = jax.lax.scan(body, first, scanned)
+    factor = halved(noise + noises.mean(0)) + sine(weights)
+    return error(x, p, y * factor) + late
+
+
+@pytest.mark.parametrize("learns", ["all", "blocks", "blocks head"])
+def test_loops_and_callbacks_over_data(learns):
+    trainable = {name: learns == "all" or name in learns for name in start()}
+    check(over_data, optax.adamw(1e-2), trainable=trainable)
+
+
+def test_a_loop_over_parameters_has_no_derivative():
+    def loss_fn(p, ids, y):
+        return plain(p, ids, y) * halved(p["gain"]).sum()
+
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["blocks"])
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+
+
+@pytest.mark.parametrize(
+    ("shape", "shapes"),
+    [
+        ((LAYERS * WIDTH, WIDTH), [(LAYERS, WIDTH, WIDTH), (2, -1, WIDTH, WIDTH)]),
+        ((LAYERS, WIDTH**2), [(LAYERS, WIDTH, WIDTH), (2, -1, WIDTH, WIDTH)]),
+        ((2, 2, WIDTH**2), [(LAYERS, -1), (2, -1, 2, WIDTH), (2, -1, WIDTH, WIDTH)]),
+    ],
+)
+@pytest.mark.parametrize("is_cast", [False, True])
+def test_a_stack_is_reshaped_more_than_once(shape, shapes, is_cast):
+    """Groups of two layers come last."""
+
+    def loss_fn(p, x):
+        w = p["w"]
+        for k, new in enumerate(shapes):
+            w = w.reshape(new)
+            if is_cast:
+                w = w.astype([jnp.bfloat16, jnp.float32][k % 2])
+        w = w.astype(jnp.float32)
+
+        def body(x, group):
+            for w in group:
+                x = jnp.tanh(x @ w)
+            return x, None
+
+        return jnp.sum(jax.lax.scan(body, x, w)[0] ** 2)
+
+    def make():
+        draw = np.random.default_rng(0).standard_normal(shape)
+        return {"w": jnp.asarray(0.2 * draw, jnp.float32)}
+
+    x = jnp.ones((2, WIDTH))
+    check(loss_fn, optax.adamw(1e-2), make, x, layers=["w"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_few_layers_are_reshaped(number):
+    """One layer could lie along any axis: it is the first one."""
+
+    def loss_fn(p, x):
+        w = p["w"].reshape(-1, WIDTH, WIDTH)
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)
+        return jnp.sum(x**2)
+
+    def make():
+        return {"w": jnp.linspace(-0.3, 0.3, number * WIDTH**2).reshape(number, -1)}
+
+    x = jnp.ones((2, WIDTH))
+    for tx in [
+        gx.novograd(0.1, stacked_axes=1),
+        gx.low_bit_state(optax.adam(1e-2), min_size=8, block_size=8),
+    ]:
+        check(loss_fn, tx, make, x, layers=["w"], rtol=1e-4)
+
+
 # A norm of all gradients first.
 
 CLIPPED = optax.chain(gx.clip_by_global_norm(0.1), optax.adamw(SCHEDULE))
