@@ -105,7 +105,7 @@ def step(
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
     named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
     loss = stacks.find_scan(closed, list(leaves), named)
-    results, after, backward = passes.forward(loss, leaves)
+    results, whole, backward = passes.forward(loss, leaves)
     tables = {
         names[n]: Table(shape, rows + 1, None, axis, rows // loss.length)
         for n, axis in loss.axes.items()
@@ -115,8 +115,9 @@ def step(
     by = ByRow(tables, "layer", "stack")
     update = _Update.of(tx, by, learning, params, state, extra_of(results[0]))
     if two_passes:
-        update, after = update.after_first_pass(backward, after)
-    wholes, grads, _ = backward.run(update.wholes | after, update.of_layer)
+        update, whole, known = update.after_first_pass(backward, whole)
+        backward = backward.after(known)
+    wholes, grads, _ = backward.run(update.wholes | whole, update.of_layer)
     params, state = host.put_back(update.of_others(wholes, grads), (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
@@ -262,10 +263,10 @@ class _Update:
 
     def after_first_pass(
         self, backward: passes.BackwardPass, stacks: Numbered
-    ) -> tuple[_Update, Numbered]:
+    ) -> tuple[_Update, Numbered, list[jax.Array]]:
         """The same, with the results of the reductions of all gradients.
 
-        Also returns the stacks, which are as before.
+        Also returns the stacks, which are as before, and these results.
         """
         notes = Notes()
 
@@ -289,7 +290,9 @@ class _Update:
             known = self.by._replace(notes=notes.totals(parts))
             noting = known._replace(takes_notes=True)
             self.run(noting, self.gradients(grads), _GONE)
-        return dataclasses.replace(self, by=known), {n: wholes[n] for n in stacks}
+        results = jax.tree.leaves(known.notes.results)
+        stacks = {n: wholes[n] for n in stacks}
+        return dataclasses.replace(self, by=known), stacks, results
 
 
 @contextlib.contextmanager
