@@ -8,52 +8,30 @@ it, and writes both back. So there is no array of the gradients of all layers.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
-from gradxform._rows.by_row import (
-    Along,
-    ByRow,
-    Missing,
-    MixedRowsError,
-    Notes,
-    Place,
-    Program,
-    Table,
-)
 from gradxform._training import stacks
+from gradxform._training.by_layer import LayerParts, Numbered, OfLayer, Update
 from gradxform._trees import (
     checks,
     compilers,
     constants,
     dtypes,
     host,
-    jaxprs,
     maps,
     versions,
 )
+from gradxform._trees.slice_kinds import Whole
+from gradxform._trees.slices import Source
 from gradxform._trees.types import Path
 
 if TYPE_CHECKING:
     from jax.extend.core import Var
-
-# Arrays by the number of their leaf, or by their position.
-Numbered = dict[int, jax.Array]
-# What a layer gives to reductions of all layers.
-LayerParts = dict[Place, jax.Array]
-
-_LATER = (
-    "its update of a layer reads gradients of other parameters, which are known only "
-    "after the last layer"
-)
-_GONE = "its update of other leaves reads all layers"
 
 
 def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
@@ -116,14 +94,12 @@ def step(
     named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
     loss = stacks.split(closed, list(leaves), named)
     results, after, backward = _forward(loss, leaves)
-    tables = {
-        names[n]: Table(shape, rows + 1, None, axis, rows // loss.length)
+    source = Source(loss.length, 1, loss.length == 1)
+    arrays = {
+        names[n]: Whole(jnp.shape(leaves[n]), source, axis)
         for n, axis in loss.axes.items()
-        for shape in [jnp.shape(leaves[n])]
-        for rows in [shape[axis]]
     }
-    by = ByRow(tables, "layer", "stack")
-    update = _Update.of(tx, by, learning, params, state, extra_of(results[0]))
+    update = Update.of(tx, arrays, learning, params, state, extra_of(results[0]))
     if two_passes:
         update, after = update.after_first_pass(backward, after)
     wholes, grads, _ = backward(update.wholes | after, update.of_layer)
@@ -131,12 +107,9 @@ def step(
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
-# What is done with a layer:
-# (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
-_OfLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]]
 # The backward pass:
-# (whole arrays, _OfLayer) -> whole arrays, gradients of all other leaves, what it gave
-_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered, LayerParts]]
+# (whole arrays, OfLayer) -> whole arrays, gradients of all other leaves, what it gave
+_Backward = Callable[[Numbered, OfLayer], tuple[Numbered, Numbered, LayerParts]]
 
 
 def _forward(
@@ -184,7 +157,7 @@ def _forward(
     (_, results), (of_made, of_values) = differentiated(made, values)
 
     def backward(
-        wholes: Numbered, apply: _OfLayer
+        wholes: Numbered, apply: OfLayer
     ) -> tuple[Numbered, Numbered, LayerParts]:
         real, _ = _divided(inputs)
 
@@ -231,177 +204,6 @@ def _forward(
     return results, wholes, backward
 
 
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    """A step that is traced: that of one layer, and that of all other leaves.
-
-    Numbers count the leaves of parameters, state, gradients and extra arguments.
-
-    Attributes:
-      by: the stacks.
-      program: the step, as a function of the leaves that have a gradient or layers.
-      leaves: all leaves.
-      given: the numbers of the program's arguments.
-      replaced: the numbers of its results, which are parameters and state.
-      along: the leaves that have layers.
-      first: the number of the first gradient.
-    """
-
-    by: ByRow
-    program: Program
-    leaves: list[Any]  # Arrays, numbers.
-    given: list[int]
-    replaced: list[int]
-    along: dict[int, Along]
-    first: int
-
-    @classmethod
-    def of(
-        cls,
-        tx: optax.GradientTransformation,
-        by: ByRow,
-        learning: optax.Params,
-        params: optax.Params,
-        state: optax.OptState,
-        extra: dict[str, object],
-    ) -> _Update:
-        """Traces the step of ``tx``."""
-
-        def whole(
-            params: optax.Params,
-            state: optax.OptState,
-            grads: optax.Updates,
-            extra: dict[str, object],
-        ) -> tuple[gate.Outcome, optax.OptState]:
-            return gate.step(tx, grads, state, params, extra, whole=True)
-
-        # Parameters stand for the gradients, which have their types.
-        args = params, state, learning, extra
-        leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
-        replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        with _explained(by):
-            like = {
-                k: by.higher(x) for k, x in extra.items() if maps.is_like(x, params)
-            }
-            higher = (
-                by.higher(params),
-                by.higher_state(tx.init, state, params, {}),
-                by.higher(learning),
-                extra | like,
-            )
-            found = by.found(leaves, maps.leaves(higher))
-            along = {n: x for n, x in enumerate(found) if x}
-            leaves = [
-                x
-                if n in along and host.has_layers(x, along[n].axis)
-                else host.brought(x)
-                for n, x in enumerate(leaves)
-            ]
-            args = jax.tree.unflatten(maps.structure(args), leaves)
-            grads = range(first, first + len(maps.leaves(learning)))
-            given = {n: x for n, x in enumerate(leaves) if n in along or n in grads}
-            given = {n: x for n, x in given.items() if maps.has_gradient(x)}
-            program = by.trace(whole, args, higher, given)
-            made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
-            is_alike = program.structure == jax.tree.structure((params, state))
-            if not is_alike or made != [found[n] for n in replaced]:
-                raise MixedRowsError("its update returns a state of another structure")
-            if jaxprs.calls_host(program.own):
-                raise MixedRowsError(
-                    "its update has an io_callback, one call for a layer"
-                )
-        return cls(by, program, leaves, list(given), replaced, along, first)
-
-    @property
-    def wholes(self) -> Numbered:
-        """Parameters and state that have layers."""
-        return {n: self.leaves[n] for n in self.replaced if n in self.along}
-
-    def run(
-        self, by: ByRow, args: Numbered, reason: str
-    ) -> dict[int, jax.Array | Missing]:
-        """The results for some arguments; ``reason`` says why others are missing."""
-        missing = Missing(reason, is_given=True)
-        values = [args.get(n, missing) for n in self.given]
-        own, higher, _ = self.program
-        return dict(zip(self.replaced, by.results(own, higher, *values), strict=True))
-
-    def there(self, args: Numbered, reason: str, *, has_layers: bool) -> Numbered:
-        """New leaves that have layers, or those that have none."""
-        with _explained(self.by):
-            new = self.run(self.by, args, reason)
-            there: Numbered = {}
-            for n, x in new.items():
-                if (n in self.along) == has_layers:
-                    if isinstance(x, Missing):
-                        raise MixedRowsError(x.reason)
-                    there[n] = x
-        return there
-
-    def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        """The arguments of layer ``i``."""
-        args = {
-            n: host.layer(wholes.get(n, self.leaves[n]), i, x.table.layers, x.axis)
-            for n, x in self.along.items()
-        }
-        return args | self.gradients(grads)
-
-    def gradients(self, grads: Numbered) -> Numbered:
-        """As arguments."""
-        return {self.first + n: g for n, g in grads.items()}
-
-    def of_layer(
-        self, i: jax.Array, wholes: Numbered, grads: Numbered
-    ) -> tuple[Numbered, LayerParts]:
-        """With layer ``i`` after its step."""
-        args = self.rows(i, wholes, grads)
-        new = compilers.written(self.there(args, _LATER, has_layers=True))
-        wholes = {
-            n: host.with_layer(x, new[n], i, self.along[n].axis)
-            for n, x in wholes.items()
-        }
-        return wholes, {}
-
-    def of_others(
-        self, wholes: Numbered, grads: Numbered
-    ) -> tuple[optax.Params, optax.OptState]:
-        """New parameters and state, after all layers."""
-        new = self.there(self.gradients(grads), _GONE, has_layers=False) | wholes
-        leaves = [new[n] for n in self.replaced]
-        return jax.tree.unflatten(self.program.structure, leaves)
-
-    def after_first_pass(
-        self, backward: _Backward, stacks: Numbered
-    ) -> tuple[_Update, Numbered]:
-        """The same, with the results of the reductions of all gradients.
-
-        Also returns the stacks, which are as before.
-        """
-        notes = Notes()
-
-        def note(
-            i: jax.Array, wholes: Numbered, grads: Numbered
-        ) -> tuple[Numbered, LayerParts]:
-            nonlocal notes  # Another trace has other values.
-            notes = Notes()
-            by = self.by._replace(notes=notes, takes_notes=True)
-            self.run(by, self.rows(i, wholes, grads), _LATER)
-            same = {
-                n: compilers.layer(wholes[n], i, x.table.layers, x.axis)[1]
-                for n, x in self.along.items()
-                if n in stacks
-            }
-            parts = {place: part for place, (_, part) in notes.parts.items()}
-            return wholes | same, parts
-
-        with _explained(self.by):
-            wholes, grads, parts = backward(self.wholes | stacks, note)
-            known = self.by._replace(notes=notes.totals(parts))
-            noting = known._replace(takes_notes=True)
-            self.run(noting, self.gradients(grads), _GONE)
-        return dataclasses.replace(self, by=known), {n: wholes[n] for n in stacks}
-
-
 def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
     """Arrays that have a derivative, and others, by position; without None."""
     there = {k: x for k, x in enumerate(values) if x is not None}
@@ -412,18 +214,3 @@ def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
 def _is_real(x: Any) -> bool:  # An array, a number.
     """Whether it has a derivative: integers have none."""
     return jnp.issubdtype(dtypes.dtype_of(x), jnp.inexact)
-
-
-@contextlib.contextmanager
-def _explained(by: ByRow) -> Iterator[None]:
-    """Says of an update that layers cannot do alone what it does."""
-    try:
-        yield
-    except MixedRowsError as error:
-        names = ", ".join(map(checks.path_str, by.tables))
-        raise TypeError(
-            f"minimize(layers=...) runs the transformation layer by layer on {names}, "
-            f"but {error}. Leave them out of layers, or give them a transformation "
-            "whose update of a layer reads only that layer and scalars. With "
-            "two_passes=True it may also read a norm of all gradients."
-        ) from error.__cause__
