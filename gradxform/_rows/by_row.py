@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -15,10 +15,9 @@ import optax
 
 from gradxform._rows.boundary import touched
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees import jaxprs, maps, slice_kinds, slices, versions
+from gradxform._trees import maps, slice_kinds, slices, versions
 from gradxform._trees.slices import Kind, MixedSlicesError, Slices, Source
 from gradxform._trees.types import Path, PyTree
-from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -33,10 +32,10 @@ class Rows:
     """
 
     tables: Mapping[Path, IndexedSlices]
-    slice = "row"
-    whole = "table"
+    slice: ClassVar[str] = "row"
+    whole: ClassVar[str] = "table"
     # Devices may have other rows, and other numbers of them.
-    refused: Collection[str] = versions.SAME_VALUES - versions.ELEMENTWISE
+    refused: ClassVar[Collection[str]] = versions.SAME_VALUES - versions.ELEMENTWISE
 
     @classmethod
     def of(cls, updates: optax.Updates) -> Rows:

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from gradxform._late import gate
@@ -24,6 +22,7 @@ from gradxform._trees import (
     jaxprs,
     maps,
     slice_kinds,
+    slice_rules,
     slices,
     versions,
 )
@@ -60,8 +59,8 @@ _LATER = (
     "after the last layer"
 )
 _GONE = "its update of other leaves reads all layers"
-# States that may have no layer for each layer, and how they have.
-_LAYERS_OF = {}
+# States that may have no layer for each layer, and with which argument they have.
+_HINTS = {"LowBitState": ": give low_bit_state block_axis=-1"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +72,11 @@ class Layers:
     """
 
     results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    slice = "layer"
-    whole = "stack"
-    refused: Collection[str] = (Op.RANDOM_BITS,)  # Each layer would get the same bits.
+    slice: ClassVar[str] = "layer"
+    whole: ClassVar[str] = "stack"
+    refused: ClassVar[Collection[str]] = (
+        Op.RANDOM_BITS,
+    )  # Each layer would get the same bits.
 
     def known(self, place: Place) -> list[jax.Array] | None:
         """What the first pass has found out."""
@@ -129,7 +130,7 @@ class FirstPass(Layers):
 
     def done(self, place: Place, eqn: JaxprEqn, results: list[Value]) -> None:
         """Notes scalars that are there."""
-        is_scalar = not any(map(slices.shape_of, eqn.outvars))
+        is_scalar = not any(map(slice_rules.shape_of, eqn.outvars))
         if is_scalar and not any(isinstance(x, Missing) for x in results):
             self.found[place] = results
 
@@ -142,10 +143,12 @@ class FirstPass(Layers):
     ) -> list[jax.Array] | None:
         """Notes what this layer adds."""
         (part,) = versions.evaluate(eqn, inputs)
-        total: _Total = lambda x: [jnp.sum(x, 0)]
-        if "axes" in eqn.params:
-            first = eqn.replace(params=eqn.params | {"axes": (0,)})
-            total = lambda x: versions.evaluate(first, [x])
+        first = eqn.replace(params=eqn.params | {"axes": (0,)})
+
+        def total(parts: jax.Array) -> list[jax.Array]:
+            is_product = "axes" not in eqn.params
+            return [parts.sum(0)] if is_product else versions.evaluate(first, [parts])
+
         self.parts[place] = total, part
         return super().added_up(place, eqn, kinds, inputs)
 
@@ -208,7 +211,7 @@ class Update:
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
         with _explained(arrays):
-            states = slice_kinds.States(Layers(), arrays, tx.init, params, _LAYERS_OF)
+            states = slice_kinds.States(Layers(), arrays, tx.init, params, hints=_HINTS)
             kinds = states.of_step(params, state, learning, extra)
             along = {n: kind for n, kind in enumerate(kinds) if kind}
             leaves = [
@@ -217,20 +220,40 @@ class Update:
                 else host.brought(x)
                 for n, x in enumerate(leaves)
             ]
-            args = jax.tree.unflatten(maps.structure(args), leaves)
             grads = range(first, first + len(maps.leaves(learning)))
-            given = {n: x for n, x in enumerate(leaves) if n in along or n in grads}
-            given = {n: x for n, x in given.items() if maps.has_gradient(x)}
-            program = slices.trace(whole, args, kinds, given)
-            if program.structure != jax.tree.structure((params, state)):
+            given = [
+                n
+                for n, x in enumerate(leaves)
+                if (n in along or n in grads) and maps.has_gradient(x)
+            ]
+
+            def traced(leaves: list[Any]) -> Program:
+                new_args = jax.tree.unflatten(maps.structure(args), leaves)
+                types = {n: leaves[n] for n in given}
+                return slices.trace(whole, new_args, kinds, types)
+
+            program = traced(leaves)
+            made = dict(zip(replaced, program.closed.out_avals, strict=False))
+            is_alike = program.structure == jax.tree.structure((params, state))
+            if not is_alike or any(
+                made[n].shape != slice_rules.shape_of(leaves[n])
+                for n in replaced
+                if n in along
+            ):
                 raise MixedSlicesError(
                     "its update returns a state of another structure"
                 )
+            placed = [
+                _on_mesh(x, made[n]) if n in along and n in made else x
+                for n, x in enumerate(leaves)
+            ]
+            if any(x is not y for x, y in zip(placed, leaves, strict=True)):
+                program, leaves = traced(placed), placed
             if jaxprs.calls_host(program.closed):
                 raise MixedSlicesError(
                     "its update has an io_callback, one call for a layer"
                 )
-        return cls([*arrays], program, leaves, list(given), replaced, along, first)
+        return cls([*arrays], program, leaves, given, replaced, along, first)
 
     @property
     def wholes(self) -> Numbered:
@@ -333,6 +356,13 @@ class Update:
             self.run(policy, self.gradients(grads), _GONE)
         after = {n: wholes[n] for n in stacks}
         return dataclasses.replace(self, results=known | policy.found), after
+
+
+def _on_mesh(x: jax.Array, new: Any) -> jax.Array:
+    """An array of state that no explicit axis knows, as the update gives it back."""
+    sharding = new.sharding  # Of a type.
+    is_known = not isinstance(x, jax.Array) or not jax.typeof(x).sharding.mesh.empty
+    return x if is_known else jax.sharding.reshard(x, sharding)
 
 
 @contextlib.contextmanager

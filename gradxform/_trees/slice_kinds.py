@@ -8,6 +8,7 @@ kind: a threshold of sizes may lie between two of them.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
@@ -73,13 +74,15 @@ class States(NamedTuple):
       init: makes the state.
       whole: parameters, or descriptions of them.
       refused: says of some kinds of states why their slices cannot act alone.
+      hints: says of some kinds what to do if they have no slices.
     """
 
     policy: Policy
     arrays: Mapping[Path, Whole]
     init: optax.TransformInitFn
     whole: optax.Params
-    refused: Mapping[str, str]
+    refused: Mapping[str, str] = types.MappingProxyType({})
+    hints: Mapping[str, str] = types.MappingProxyType({})
 
     def of_step(
         self,
@@ -88,7 +91,7 @@ class States(NamedTuple):
         other: PyTree[Leaf],
         extra: Mapping[str, object],
     ) -> list[Kind | None]:
-        """The slices of the leaves of two trees like the parameters, and what is beside.
+        """The slices of the leaves of a step: two trees like parameters, and others.
 
         An extra argument has slices if it is a tree like the parameters, too.
         """
@@ -205,7 +208,8 @@ class States(NamedTuple):
         fields = dict(zip(paths, maps.fields(state), strict=True))
         for path, x in jax.tree.leaves_with_path(state):
             shape, kind = shape_of(x), None
-            if (owner := owned.get(path)) in new:
+            owner = owned.get(path)
+            if owner is not None and owner in new:
                 kind = _differing(self.arrays[owner], shape, shapes[path], new[owner])
             elif shape == shapes[path]:
                 continue
@@ -215,7 +219,8 @@ class States(NamedTuple):
             if reason or kind is None:
                 where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
                 one, whole = self.policy.slice, self.policy.whole
-                reason = reason or f"has no {one} for each {one} of the {whole}"
+                hint = "".join(self.hints.get(name, "") for name in names[:1])
+                reason = reason or f"has no {one} for each {one} of the {whole}{hint}"
                 raise MixedSlicesError(
                     f"the state {where}, of shape {list(shape)}, {reason}"
                 )

@@ -16,7 +16,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    TypeAlias,
+)
 
 import jax
 import jax.numpy as jnp
@@ -116,9 +124,9 @@ class Policy(Protocol):
       refused: operations that it does not take, in spite of their rules.
     """
 
-    slice: str
-    whole: str
-    refused: Collection[str]
+    slice: ClassVar[str]
+    whole: ClassVar[str]
+    refused: ClassVar[Collection[str]]
 
     def known(self, place: Place) -> list[jax.Array] | None:
         """The results of the equation there, if they are known already."""
@@ -210,7 +218,9 @@ class Evaluator:
         except MixedSlicesError as error:
             return Missing(str(error))
 
-    def arrays(self, values: Sequence[Value], kinds: Sequence[Kind | None]) -> list:
+    def arrays(
+        self, values: Sequence[Value], kinds: Sequence[Kind | None]
+    ) -> list[jax.Array]:
         """As :func:`array`, for some results.
 
         Raises:
@@ -247,7 +257,7 @@ class Evaluator:
 
     def _by_rule(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         is_special = any(isinstance(x, _SPECIAL) for x in inputs)
-        if name in _CALLS and (is_special or name == Op.JIT and _makes_shapes(eqn)):
+        if name in _CALLS and (is_special or (name == Op.JIT and _makes_shapes(eqn))):
             return _CALLS[name](self, eqn, inputs)
         if any(isinstance(x, Slices) for x in inputs):
             return self._of_slices(name, inputs, eqn)
