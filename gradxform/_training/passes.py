@@ -15,17 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gradxform._rows.by_row import Place
+from gradxform._training.by_layer import LayerParts, Numbered, OfLayer
 from gradxform._training.stacks import ScannedLoss, is_variable
 from gradxform._trees import compilers, constants, host, versions
-
-# Arrays by the number of their leaf, or by their position among others.
-Numbered = dict[int, jax.Array]
-# What a layer gives to reductions of all layers.
-LayerParts = dict[Place, jax.Array]
-# What the backward pass does with a layer:
-# (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
-ApplyLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +54,7 @@ class BackwardPass:
         return dataclasses.replace(self, each=each)
 
     def run(
-        self, wholes: Numbered, apply: ApplyLayer
+        self, wholes: Numbered, apply: OfLayer
     ) -> tuple[Numbered, Numbered, LayerParts]:
         """Calls ``apply`` with the gradients of each layer, from the last to the first.
 
@@ -142,8 +134,8 @@ def forward(
     values, pull_before, fixed = jax.vjp(before, others, has_aux=True)
     inputs = loss.scan_inputs(_joined(values, fixed))
     active, active_results = _depending_on(loss, learns_before)
-    stacks, carries, made = _scan(loss, inputs, leaves)
-    made, fixed_made = _divided(made, active_results)
+    stacks, carries, scan_results = _scan(loss, inputs, leaves)
+    made, fixed_made = _divided(scan_results, active_results)
 
     def after(made: Numbered, values: Numbered) -> tuple[jax.Array, list[jax.Array]]:
         given = _joined(values, fixed), _joined(made, fixed_made)

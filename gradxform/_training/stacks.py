@@ -162,7 +162,7 @@ class ScannedLoss(NamedTuple):
         ]
 
     def with_layers(
-        self, inputs: Sequence[jax.Array | None], parts: Mapping[int, jax.Array]
+        self, inputs: Sequence[Any], parts: Mapping[int, jax.Array]
     ) -> list[jax.Array]:
         """Inputs of the scan's body, with layers in the place of None.
 
