@@ -829,7 +829,7 @@ def vectors(length, *shapes):
 
 def of_vectors(p):
     def body(x, w):
-        return x + sum(jnp.sum(jnp.sin(x + v)) for v in w) * 0.01, None
+        return x + sum(jnp.mean(jnp.sin(x + v)) for v in w), None
 
     return jax.lax.scan(body, p["head"].mean(), p["blocks"])[0]
 
