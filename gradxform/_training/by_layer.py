@@ -359,6 +359,6 @@ class Update:
 
 def _on_mesh(x: jax.Array, new: Any) -> jax.Array:
     """An array of state that no explicit axis knows, as the update gives it back."""
-    sharding = new.sharding  # Of a type.
-    is_known = not isinstance(x, jax.Array) or not jax.typeof(x).sharding.mesh.empty
-    return x if is_known else jax.sharding.reshard(x, sharding)
+    before, after = jax.typeof(x).sharding.mesh, new.sharding.mesh
+    is_placed = before.empty and not after.empty
+    return jax.sharding.reshard(x, new.sharding) if is_placed else x

@@ -97,6 +97,13 @@ def _without(axes: tuple[int, ...], along: Along) -> Along | None:
     return along._replace(axis=along.axis - sum(a < along.axis for a in axes))
 
 
+def _padded(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """Entries may be added along other axes."""
+    del number
+    is_kept = operand == 0 and not any(eqn.params["padding_config"][along.axis])
+    return along if is_kept else None
+
+
 def _multiplied(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
     del number
     contracted, batch = eqn.params["dimension_numbers"]
@@ -124,8 +131,10 @@ RULES: dict[str, Rule] = {
     Op.BROADCAST: _broadcast,
     Op.DOT: _multiplied,
     Op.IOTA: _elementwise,
+    Op.PAD: _padded,
     Op.RANDOM_BITS: _drawn,
     Op.RESHAPE: _reshaped,
+    Op.SLICE: _elementwise,  # Where it leaves an axis as it is.
     Op.SQUEEZE: _squeezed,
     Op.TRANSPOSE: _transposed,
 }
@@ -144,4 +153,6 @@ def resized(name: str, eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
     shape = along.of(shape_of(eqn.outvars[0]), number)
     if name == Op.RANDOM_BITS:  # The keys have the first axes.
         shape = shape[len(shape_of(eqn.invars[0])) :]
+    elif name == Op.SLICE:
+        shape = along.of(eqn.params["limit_indices"], number)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})

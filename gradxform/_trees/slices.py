@@ -226,10 +226,11 @@ class Evaluator:
         Raises:
           MixedSlicesError: one of them is missing.
         """
-        arrays = list(map(self.array, values, kinds))
-        for x in arrays:
+        arrays: list[jax.Array] = []
+        for x in map(self.array, values, kinds):
             if isinstance(x, Missing):
                 raise MixedSlicesError(x.reason)
+            arrays.append(x)
         return arrays
 
     def apply(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:

@@ -29,6 +29,7 @@ class Op(enum.StrEnum):
     JIT = "jit"
     LESS = "lt"
     NAME = "name"
+    PAD = "pad"
     RANDOM_BITS = "random_bits"
     RESHAPE = "reshape"
     RESHARD = "reshard"
@@ -45,7 +46,10 @@ SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
 # These make entries that no operand has.
 MAKES = frozenset({Op.BROADCAST, Op.IOTA, Op.RANDOM_BITS})
 # The shape of their result is one of their parameters.
-OF_SHAPE = dict.fromkeys(map(str, MAKES), "shape") | {"reshape": "new_sizes"}
+OF_SHAPE = dict.fromkeys(map(str, MAKES), "shape") | {
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}
 # Operations for which each entry of a result depends on the same entry of each operand,
 # or on one number for all. Each version lacks some of them.
 _ELEMENTWISE = """

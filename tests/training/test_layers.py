@@ -21,6 +21,7 @@ import gradxform as gx
 from benchmarks.compilers import placed
 from benchmarks.grid import devices
 from benchmarks.models import next_tokens, size, transformer
+from tests.descriptors import DESCRIPTORS, widths
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -133,16 +134,23 @@ def train(loss_fn, tx, params, *batch, steps=4, extra=None, **how):
     return params, state, losses
 
 
+def numbers(x):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x, np.float64)
+
+
 def check(loss_fn, tx, make=start, *batch, layers=("blocks",), rtol=2e-6, **how):
     """The steps with layers and without give the same, to the type."""
+    batch = how.pop("batch", batch or (IDS, Y))
     wanted, got = (
-        train(loss_fn, tx, make(), *(batch or (IDS, Y)), layers=names, **how)
+        train(loss_fn, tx, make(), *batch, layers=names, **how)
         for names in ((), layers)
     )
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     types, expected = ([*map(jax.typeof, jax.tree.leaves(x))] for x in (got, wanted))
     assert types == expected
-    got, wanted = jax.tree.map(lambda x: np.asarray(x, np.float64), (got, wanted))
+    got, wanted = jax.tree.map(numbers, (got, wanted))
     chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol / 4)
 
 
@@ -888,10 +896,6 @@ def test_no_layer():
         step(params, optax.sgd(0.1).init(params), IDS, Y)
 
 
-def by_size(params):
-    return jax.tree.map(lambda p: "m" if p.size > 2 * LAYERS * WIDTH else "n", params)
-
-
 @pytest.mark.parametrize(
     ("tx", "message"),
     [
@@ -901,10 +905,6 @@ def by_size(params):
             "after the last layer, by ",
         ),
         (optax.adafactor(0.1, min_dim_size_to_factor=4), r"v_row\['blocks'\]\['b'\]"),
-        (
-            optax.partition({"m": optax.adam(0.1), "n": optax.sgd(0.1)}, by_size),
-            "its state is another one for a stack of more layers: a mask or labels",
-        ),
         (optax.stateless(lambda u, _: optax.tree.scale(from_host(), u)), "io_callback"),
         (optax.noisy_sgd(0.1, key=jax.random.key(0)), "'random_bits'"),
         (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] .* has no layer for each"),
@@ -924,6 +924,106 @@ def test_what_mixes_layers_is_refused(tx, message):
     with pytest.raises(TypeError, match=f"blocks/b, blocks/w, but .*{message}"):
         step(params, state, IDS, Y)
     jax.block_until_ready((params, state))
+
+
+# Sizes between two thresholds.
+
+
+def vectors(length, *shapes):
+    """Stacks of these shapes, and a function that makes them anew."""
+
+    def make():
+        rng = np.random.default_rng(0)
+        blocks = [
+            jnp.asarray(0.3 * rng.standard_normal((length, *shape)), "float32")
+            for shape in shapes
+        ]
+        return {"blocks": blocks, "head": jnp.ones(3)}
+
+    return make
+
+
+def of_vectors(p):
+    def body(x, w):
+        return x + sum(jnp.mean(jnp.sin(x + v)) for v in w), None
+
+    return jax.lax.scan(body, p["head"].mean(), p["blocks"])[0]
+
+
+def by_comparison(length):
+    """An optimizer of a user, which decides by the size of a leaf."""
+    state = optax.trace(0.9)
+
+    def update(updates, trace, params=None):
+        updates, trace = state.update(updates, trace)
+        sizes = [n * length for n in (127, 128, 129)]
+        return jax.tree.map(
+            lambda u: -u if u.size in sizes[1:2] else -2 * jnp.sign(u), updates
+        ), trace
+
+    return optax.GradientTransformation(state.init, update)
+
+
+def by_size(params):
+    limit = 15 * 256
+    return jax.tree.map(lambda p: "m" if p.size > limit else "n", params)
+
+
+@pytest.mark.parametrize(
+    ("length", "shapes", "tx"),
+    [
+        (3, [(128, 128), (147, 149)], gx.accumulate(optax.adam(0.1), 2)),
+        (15, [(64, 64), (66, 67)], gx.accumulate(optax.adam(0.1), 2)),
+        (15, [(256,), (274,)], gx.low_bit_state(optax.adam(0.1))),
+        (1, [(4095,), (4096,), (64, 64)], gx.low_bit_state(optax.adam(0.1))),
+        (1, [(7,), (8, 8)], gx.novograd(0.1, stacked_axes={"blocks": 1, "head": 0})),
+        (1, [(7,), (8, 8)], optax.lamb(0.1)),
+        (1, [(7,), (8, 8)], optax.noisy_sgd(0.1, key=jax.random.key(0))),
+        (127, [(256,)], gx.low_bit_state(optax.adam(0.1))),
+        (128, [(256,)], gx.low_bit_state(optax.adam(0.1), block_axis=-1)),
+        (129, [(256,), (8, 8)], gx.low_bit_state(optax.adam(0.1), block_axis=-1)),
+        (2, [(127,), (128,), (129,)], by_comparison(2)),
+        *(
+            (
+                length,
+                [(256,), (255,)],
+                optax.partition({"m": optax.adam(0.1), "n": optax.sgd(0.1)}, by_size),
+            )
+            for length in (15, 16)
+        ),
+    ],
+)
+def test_a_threshold_lies_near_the_size_of_a_stack(length, shapes, tx):
+    """Another number of layers would be another program, or another state."""
+    check(
+        of_vectors, tx, vectors(length, *shapes), layers=["blocks"], batch=(), rtol=2e-5
+    )
+
+
+def test_blocks_across_layers_are_refused():
+    tx, make = gx.low_bit_state(optax.adam(0.1)), vectors(128, (256,))
+    step = gx.minimize(of_vectors, tx, layers=["blocks"])
+    with pytest.raises(TypeError, match=r"no layer for each .* block_axis=-1"):
+        step(make(), tx.init(make()))
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_a_row_of_the_contract_at_each_threshold(row):
+    """It is the ordinary step, or refused, as it is far from them."""
+    tx, near = row.make(), vectors(16, *((n,) for n in widths(16)))
+
+    def lower(make):
+        step = gx.minimize(of_vectors, tx, layers=["blocks"])
+        step.lower(make(), tx.init(make()), **row.extra(make()))
+
+    try:
+        lower(vectors(4, (8,), (8, 8)))
+    except TypeError:
+        with pytest.raises(TypeError, match="runs the transformation layer by layer"):
+            lower(near)
+    else:
+        how = {"layers": ["blocks"], "extra": row.extra(near()), "steps": 2}
+        check(of_vectors, tx, near, batch=(), rtol=2e-5, **how)
 
 
 # Memory.
