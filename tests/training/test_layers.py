@@ -2,6 +2,9 @@
 
 import functools
 import itertools
+import operator
+import pathlib
+import re
 
 import chex
 import equinox as eqx
@@ -508,7 +511,7 @@ def test_a_push_with_nan_is_skipped():
 )
 def test_a_norm_that_depends_on_another_is_refused(tx):
     step = gx.minimize(plain, tx, layers=["blocks"], two_passes=True)
-    with pytest.raises(TypeError, match=r"blocks/b, blocks/w, .* 'reduce_sum'"):
+    with pytest.raises(TypeError, match="a third pass, as 'reduce_sum'"):
         step(start(), tx.init(start()), IDS, Y)
 
 
@@ -921,8 +924,13 @@ def test_what_mixes_layers_is_refused(tx, message):
     params |= {name: start()[name] for name in ("emb", "head", "gain")}
     step = gx.minimize(plain, tx, layers=["blocks"])
     state = tx.init(params)
-    with pytest.raises(TypeError, match=f"blocks/b, blocks/w, but .*{message}"):
+    with pytest.raises(
+        TypeError, match=f"run this transformation: .*{message}"
+    ) as error:
         step(params, state, IDS, Y)
+    assert "those of 'blocks/b' and 1 more." in str(error.value)
+    helps = "after the last layer" in message
+    assert ("With two_passes=True" in str(error.value)) == helps
     jax.block_until_ready((params, state))
 
 
@@ -1024,6 +1032,62 @@ def test_a_row_of_the_contract_at_each_threshold(row):
     else:
         how = {"layers": ["blocks"], "extra": row.extra(near()), "steps": 2}
         check(of_vectors, tx, near, batch=(), rtol=2e-5, **how)
+
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "larger_model.md"
+ROW = re.compile(r"^\| (?:by layers|with `two_passes`|not: ).*$", re.M)
+VERDICTS = [
+    (name, row.split("|")[1].strip())
+    for row in ROW.findall(PAGE.read_text())
+    for name in re.findall(r"`((?:gx|optax)\.[\w.]+)`", row)
+]
+ADAM = optax.adam(0.1)
+# Arguments of what takes no learning rate alone; links stand before an optimizer.
+ARGUMENTS = {
+    "gx.accumulate": {"inner": ADAM, "num_required": 2},
+    "gx.clip_by_zscore": {},
+    "gx.delayed_nesterov": {"learning_rate": 0.1, "num_delay": 2},
+    "gx.low_bit_state": {"inner": ADAM, "min_size": 8},
+    "gx.master_weights": {"inner": ADAM},
+    "gx.novograd": {"learning_rate": 0.1, "stacked_axes": stacked},
+    "gx.skip_spikes": {"inner": ADAM},
+    "optax.MultiSteps": {"opt": ADAM, "every_k_schedule": 2},
+    "optax.add_noise": {"eta": 0.1, "gamma": 0.1, "key": 0},
+    "optax.apply_if_finite": {"inner": ADAM, "max_consecutive_errors": 2},
+    "optax.contrib.mechanize": {"base_optimizer": ADAM},
+    "optax.contrib.prodigy": {},
+    "optax.noisy_sgd": {"learning_rate": 0.1, "key": 0},
+    "optax.polyak_sgd": {},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("name", "verdict"), VERDICTS)
+def test_which_optimizers_run_by_layers(name, verdict):
+    """As the page says."""
+    module, _, path = name.partition(".")
+    make = operator.attrgetter(path)({"gx": gx, "optax": optax}[module])
+    arguments = ARGUMENTS.get(name)
+    tx = make(0.1) if arguments is None else make(**arguments)
+    if name == "gx.accumulate" and "two_passes" in verdict:
+        tx = make(**arguments, skip_nonfinite=True)
+    dtype = "bfloat16" if name == "gx.master_weights" else "float32"
+    params = start(dtype)
+    state = jax.eval_shape(tx.init, params)
+
+    def runs(**how):
+        try:
+            gx.minimize(plain, tx, **how).lower(params, state, IDS, Y)
+        except TypeError as error:
+            assert len(str(error)) <= 500
+            assert "cannot run this transformation" in str(error)
+            return False
+        return True
+
+    assert runs()
+    assert runs(layers=["blocks"]) == (verdict == "by layers")
+    two = runs(layers=["blocks"], two_passes=True)
+    assert two == (not verdict.startswith("not"))
 
 
 # Memory.
