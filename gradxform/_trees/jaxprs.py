@@ -16,26 +16,23 @@ from gradxform._trees.versions import Op
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-# (name of the operation, inputs, equation, those of other jaxprs) -> results, or None
-Rule: TypeAlias = Callable[..., Sequence[Any] | None]
+# (name of the operation, inputs, equation) -> results, or None
+Rule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
 
 # Results that are no arrays yet.
 _CONSTANT = int, float, complex, np.generic, np.ndarray
 
 
-def run(
-    jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None, *others: Jaxpr
-) -> list[Any]:
+def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any]:
     """The results of a jaxpr.
 
-    ``rule(name, inputs, eqn, ...)`` gives those of an equation, by the name of its
-    operation. If it returns None, the equation is evaluated as it is. It also gets the
-    equations at this place of ``others``, jaxprs of the same operations.
+    ``rule(name, inputs, eqn)`` gives those of an equation, by the name of its
+    operation. If it returns None, the equation is evaluated as it is.
 
     ``args`` are constants and then inputs, of any kind that the rule takes.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-    advance(jaxpr.eqns, env, rule, *(x.eqns for x in others))
+    advance(jaxpr.eqns, env, rule)
     types: list[Any] = [x.aval for x in jaxpr.outvars]
     return [
         jnp.asarray(x, None if t.weak_type else t.dtype)
@@ -46,15 +43,12 @@ def run(
 
 
 def advance(
-    eqns: Sequence[JaxprEqn],
-    env: dict[Var, Any],
-    rule: Rule | None = None,
-    *others: Sequence[JaxprEqn],
+    eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
 ) -> None:
     """Adds the results of some equations to the values of variables."""
-    for eqn, *same in zip(eqns, *others, strict=True):
+    for eqn in eqns:
         inputs = read(env, eqn.invars)
-        results = rule and rule(eqn.primitive.name, inputs, eqn, *same)
+        results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:
             results = versions.evaluate(eqn, inputs)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -78,20 +72,6 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     flat = jax.make_jaxpr(lambda *x: run(closed.jaxpr, [*closed.consts, *x], rule))
     return flat(*closed.in_avals)
-
-
-def operations(jaxpr: Jaxpr) -> list[tuple[str, int, int]]:
-    """For each equation its operation, and the numbers of its inputs and results."""
-    return [(x.primitive.name, len(x.invars), len(x.outvars)) for x in jaxpr.eqns]
-
-
-def constants(jaxpr: Jaxpr) -> list[Var | Literal]:
-    """The arrays that a jaxpr has, and does not get or compute."""
-    from jax.extend.core import Literal
-
-    read = (x for eqn in jaxpr.eqns for x in eqn.invars)
-    literals = [x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal)]
-    return [*jaxpr.constvars, *literals]
 
 
 def scanned(jaxpr: Jaxpr) -> list[bool]:
