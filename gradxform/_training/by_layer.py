@@ -6,9 +6,8 @@ may find out such sums, and the second one then knows them.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import jax
@@ -16,7 +15,6 @@ import optax
 
 from gradxform._late import gate
 from gradxform._trees import (
-    checks,
     compilers,
     host,
     jaxprs,
@@ -94,6 +92,11 @@ class Layers:
     ) -> list[jax.Array] | None:
         """One layer is its sum; of more of them there is none."""
         is_one = all(kind.source.is_whole for kind in kinds if kind)
+        if self.results and not is_one:  # The first pass lacked what it adds up.
+            raise MixedSlicesError(
+                f"its update needs a third pass, as {jaxprs.place(eqn)} depends on "
+                "another sum over layers"
+            )
         return versions.evaluate(eqn, inputs) if is_one else None
 
     def branch(self, eqn: JaxprEqn) -> int | None:
@@ -210,49 +213,46 @@ class Update:
         args = params, state, learning, extra
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        with _explained(arrays):
-            states = slice_kinds.States(Layers(), arrays, tx.init, params, hints=_HINTS)
-            kinds = states.of_step(params, state, learning, extra)
-            along = {n: kind for n, kind in enumerate(kinds) if kind}
-            leaves = [
-                x
-                if n in along and host.has_layers(x, along[n].along.axis)
-                else host.brought(x)
-                for n, x in enumerate(leaves)
-            ]
-            grads = range(first, first + len(maps.leaves(learning)))
-            given = [
-                n
-                for n, x in enumerate(leaves)
-                if (n in along or n in grads) and maps.has_gradient(x)
-            ]
+        states = slice_kinds.States(Layers(), arrays, tx.init, params, hints=_HINTS)
+        kinds = states.of_step(params, state, learning, extra)
+        along = {n: kind for n, kind in enumerate(kinds) if kind}
+        leaves = [
+            x
+            if n in along and host.has_layers(x, along[n].along.axis)
+            else host.brought(x)
+            for n, x in enumerate(leaves)
+        ]
+        grads = range(first, first + len(maps.leaves(learning)))
+        given = [
+            n
+            for n, x in enumerate(leaves)
+            if (n in along or n in grads) and maps.has_gradient(x)
+        ]
 
-            def traced(leaves: list[Any]) -> Program:
-                new_args = jax.tree.unflatten(maps.structure(args), leaves)
-                types = {n: leaves[n] for n in given}
-                return slices.trace(whole, new_args, kinds, types)
+        def traced(leaves: list[Any]) -> Program:
+            new_args = jax.tree.unflatten(maps.structure(args), leaves)
+            types = {n: leaves[n] for n in given}
+            return slices.trace(whole, new_args, kinds, types)
 
-            program = traced(leaves)
-            made = dict(zip(replaced, program.closed.out_avals, strict=False))
-            is_alike = program.structure == jax.tree.structure((params, state))
-            if not is_alike or any(
-                made[n].shape != slice_rules.shape_of(leaves[n])
-                for n in replaced
-                if n in along
-            ):
-                raise MixedSlicesError(
-                    "its update returns a state of another structure"
-                )
-            placed = [
-                _on_mesh(x, made[n]) if n in along and n in made else x
-                for n, x in enumerate(leaves)
-            ]
-            if any(x is not y for x, y in zip(placed, leaves, strict=True)):
-                program, leaves = traced(placed), placed
-            if jaxprs.calls_host(program.closed):
-                raise MixedSlicesError(
-                    "its update has an io_callback, one call for a layer"
-                )
+        program = traced(leaves)
+        made = dict(zip(replaced, program.closed.out_avals, strict=False))
+        is_alike = program.structure == jax.tree.structure((params, state))
+        if not is_alike or any(
+            made[n].shape != slice_rules.shape_of(leaves[n])
+            for n in replaced
+            if n in along
+        ):
+            raise MixedSlicesError("its update returns a state of another structure")
+        placed = [
+            _on_mesh(x, made[n]) if n in along and n in made else x
+            for n, x in enumerate(leaves)
+        ]
+        if any(x is not y for x, y in zip(placed, leaves, strict=True)):
+            program, leaves = traced(placed), placed
+        if jaxprs.calls_host(program.closed):
+            raise MixedSlicesError(
+                "its update has an io_callback, one call for a layer"
+            )
         return cls([*arrays], program, leaves, given, replaced, along, first)
 
     @property
@@ -282,14 +282,13 @@ class Update:
 
     def there(self, args: Numbered, reason: str, *, has_layers: bool) -> Numbered:
         """New leaves that have layers, or those that have none."""
-        with _explained(self.paths):
-            new = self.run(Layers(self.results), args, reason)
-            there: Numbered = {}
-            for n, x in new.items():
-                if (n in self.kinds) == has_layers:
-                    if isinstance(x, Missing):
-                        raise MixedSlicesError(x.reason)
-                    there[n] = x
+        new = self.run(Layers(self.results), args, reason)
+        there: Numbered = {}
+        for n, x in new.items():
+            if (n in self.kinds) == has_layers:
+                if isinstance(x, Missing):
+                    raise MixedSlicesError(x.reason)
+                there[n] = x
         return there
 
     def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
@@ -328,10 +327,10 @@ class Update:
         self,
         backward: Callable[[Numbered, OfLayer], tuple[Numbered, Numbered, LayerParts]],
         stacks: Numbered,
-    ) -> tuple[Update, Numbered]:
+    ) -> tuple[Update, Numbered, list[jax.Array]]:
         """The same, with the results of the reductions of all gradients.
 
-        Also returns the stacks, which are as before.
+        Also returns the stacks, which are as before, and these results.
         """
         totals: dict[Place, _Total] = {}
 
@@ -349,13 +348,13 @@ class Update:
             parts = {place: part for place, (_, part) in policy.parts.items()}
             return wholes | same, parts
 
-        with _explained(self.paths):
-            wholes, grads, parts = backward(self.wholes | stacks, note)
-            known = {place: totals[place](x) for place, x in parts.items()}
-            policy = FirstPass(known)
-            self.run(policy, self.gradients(grads), _GONE)
-        after = {n: wholes[n] for n in stacks}
-        return dataclasses.replace(self, results=known | policy.found), after
+        wholes, grads, parts = backward(self.wholes | stacks, note)
+        known = {place: totals[place](x) for place, x in parts.items()}
+        policy = FirstPass(known)
+        self.run(policy, self.gradients(grads), _GONE)
+        stacks = {n: wholes[n] for n in stacks}
+        update = dataclasses.replace(self, results=known | policy.found)
+        return update, stacks, jax.tree.leaves(update.results)
 
 
 def _on_mesh(x: jax.Array, new: Any) -> jax.Array:
@@ -363,18 +362,3 @@ def _on_mesh(x: jax.Array, new: Any) -> jax.Array:
     before, after = jax.typeof(x).sharding.mesh, new.sharding.mesh
     is_placed = before.empty and not after.empty
     return jax.sharding.reshard(x, new.sharding) if is_placed else x
-
-
-@contextlib.contextmanager
-def _explained(paths: Collection[Path]) -> Iterator[None]:
-    """Says of an update that layers cannot do alone what it does."""
-    try:
-        yield
-    except MixedSlicesError as error:
-        names = ", ".join(map(checks.path_str, paths))
-        raise TypeError(
-            f"minimize(layers=...) runs the transformation layer by layer on {names}, "
-            f"but {error}. Leave them out of layers, or give them a transformation "
-            "whose update of a layer reads only that layer and scalars. With "
-            "two_passes=True it may also read a norm of all gradients."
-        ) from error.__cause__

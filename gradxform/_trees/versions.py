@@ -211,7 +211,7 @@ def evaluate(
 
     where, params = eqn.source_info, eqn.primitive.get_bind_params(eqn.params)
     functions: Any = ()
-    if isinstance(params, tuple):  # Before JAX 0.9.
+    if isinstance(params, tuple):  # Before JAX 0.9.2.
         functions, params = params
     names = source_info_util.current_name_stack() + where.name_stack
     with (
