@@ -977,7 +977,7 @@ def vectors(length, *shapes):
 
 def of_vectors(p):
     def body(x, w):
-        return x + sum(jnp.mean(jnp.sin(x + v)) for v in w), None
+        return x + sum(jnp.mean(jnp.sin(x + v)) for v in w) / len(w), None
 
     return jax.lax.scan(body, p["head"].mean(), p["blocks"])[0]
 
@@ -1055,7 +1055,8 @@ def test_a_row_of_the_contract_at_each_threshold(row):
             lower(near)
     else:
         how = {"layers": ["blocks"], "extra": row.extra(near()), "steps": 2}
-        check(of_vectors, tx, near, batch=(), rtol=2e-5, **how)
+        rtol = 1e-2 if "bf16" in str(row) else 2e-5
+        check(of_vectors, tx, near, batch=(), rtol=rtol, **how)
 
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "larger_model.md"
