@@ -187,7 +187,7 @@ def master_weights(
                 updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
             )
         except (TypeError, ValueError) as error:
-            boundary.raise_if_refused(error, _TAKES_NO_ROWS, wide)
+            boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)
             raise
         count = state[2:]
         threshold = half.even_threshold(*count) if counts else None
