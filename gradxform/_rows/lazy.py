@@ -69,11 +69,11 @@ def lazy(
         each row of a table, as that of ``optax.adafactor`` or :func:`novograd`; its
         rows cannot act alone, as those of ``optax.contrib.muon``; its update does more
         with rows than elementwise operations, sums and the like, products, reshapes and
-        ``cond``, has a NumPy array with a row for each of the table's, or is another
-        one for a table of more rows; it calls a function of the parameters, as a line
-        search does; or updates and parameters differ in structure or shape. The message
-        names the table, and the operation. A derivative of the update may raise it,
-        too: rules of ``jax.custom_jvp`` stay, and must act by the row as well.
+        ``cond``, or has a NumPy array with a row for each of the table's; it calls a
+        function of the parameters, as a line search does; or updates and parameters
+        differ in structure or shape. The message names the table, and the operation. A
+        derivative of the update may raise it, too: rules of ``jax.custom_jvp`` stay,
+        and must act by the row as well.
 
     References:
       ``tfa.optimizers.LazyAdam``, ``torch.optim.SparseAdam``.

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._trees import versions
+from tests.descriptors import DESCRIPTORS, widths
 from tests.test_optax_all import FOUND, QUICK, WITHOUT_VALUE
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -518,6 +519,33 @@ def test_an_update_for_one_height_alone():
         updates, _ = gx.lazy(tx).update(grads(1.0), tx.init(params), params)
         wanted, _ = tx.update(whole, tx.init(params), params)
         np.testing.assert_array_equal(updates["t"].densify(), wanted["t"])
+
+
+@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
+def test_a_row_of_the_contract_at_each_threshold(row):
+    """A gradient of all rows gives the dense step, or is refused at any size."""
+    tx, lazy = row.make(), gx.lazy(row.make())
+
+    def step(*shapes):
+        params = {str(shape): draw(0, *shape) for shape in shapes}
+        grads = {
+            name: gx.IndexedSlices(np.arange(len(p))[::-1], 0.1 * p[::-1] + 1, p.shape)
+            for name, p in params.items()
+        }
+        update = functools.partial(lazy.update, **row.extra(params))
+        got = jax.jit(update)(grads, lazy.init(params), params)
+        update = functools.partial(tx.update, **row.extra(params))
+        return got, jax.jit(update)(dense(grads), tx.init(params), params)
+
+    try:
+        step((4, 8), (4, 6))
+    except TypeError:
+        with pytest.raises(TypeError, match=r"gradxform\.lazy runs its inner"):
+            step(*((16, n) for n in widths(16)))
+    else:
+        (got, state), wanted = step(*((16, n) for n in widths(16)))
+        got, wanted = jax.tree.map(numbers, ((dense(got), state), wanted))
+        chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=1e-6)
 
 
 # What people write in an update: the dense numbers, or a refusal that says why.
