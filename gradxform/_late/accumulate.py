@@ -69,7 +69,8 @@ def accumulate(
     no push comes late here, so ``update`` takes no ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
-    numbers. In ``minimize`` scanned layers need no array of all their gradients.
+    numbers. If ``minimize`` names scanned layers in ``layers``, no array holds all of
+    their gradients.
     :doc:`The page on micro-batches </micro_batches>` has an example for each argument.
 
     Args:
@@ -85,8 +86,8 @@ def accumulate(
         push changes only ``nonfinite_count``. Inside ``shard_map`` all devices that
         share a step leave the push out together, which takes one all-reduce of one
         number. Under ``pmap`` or ``check_vma=False`` each device decides alone, unless
-        ``axis_name`` is given. It must know all gradients before it adds any, so
-        ``minimize`` keeps those of scanned layers, 1 N.
+        ``axis_name`` is given. It must know all gradients before it adds any, so the
+        ``layers`` of ``minimize`` need ``two_passes``.
       axis_name: one or several mesh axes over which gradients are not summed yet. Each
         device then has a sum of its own, and they are added up once, with the step.
         Inside ``shard_map``, ``pmap`` or ``vmap`` each device pushes the gradient of
@@ -161,7 +162,6 @@ def accumulate(
         state_type=AccumulateState,
         left_out="nonfinite_count",
         enters=enters,
-        all_enter=not skip_nonfinite,
         names=names,
     )
 

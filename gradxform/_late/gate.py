@@ -72,10 +72,6 @@ class Decision:
 # (updates, state, params, **extra) -> decision
 Decide: TypeAlias = Callable[..., Decision]
 
-# state -> the sums that every push enters, and bool[leaves], whether each has begun: if
-# not, it is 0, whatever its array holds. None if the state is that of something else.
-Sums: TypeAlias = Callable[[optax.OptState], tuple[PyTree[jax.Array], jax.Array] | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
@@ -84,12 +80,10 @@ class Gate:
     Attributes:
       decide: what the gate does with a push.
       inner: the transformation behind the gate.
-      sums: see :data:`Sums`; None if a push may be left out, or enters no sum.
     """
 
     decide: Decide
     inner: optax.GradientTransformationExtraArgs
-    sums: Sums | None = None
 
     def __post_init__(self) -> None:
         # Profilers, `jax.named_call` and other tools ask a function for these.
@@ -142,12 +136,11 @@ def gate(
     init: optax.TransformInitFn,
     inner: optax.GradientTransformation,
     decide: Decide,
-    sums: Sums | None = None,
 ) -> GatedTransformation:
     """Makes a transformation from what a gate decides about a push."""
     versions.before_tracing()
     inner = optax.with_extra_args_support(inner)
-    return GatedTransformation(init, Gate(decide, inner, sums))
+    return GatedTransformation(init, Gate(decide, inner))
 
 
 def step(

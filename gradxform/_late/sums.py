@@ -24,9 +24,6 @@ from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps,
 from gradxform._trees.compilers import LARGE, in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
 
-# The extra argument that says which leaves are sums already; only this module reads it.
-_IN_SUM = "leaves_in_sum"
-
 Reduction = Literal["mean", "sum", "row_mean"]
 Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
 
@@ -47,16 +44,14 @@ def summed(
     state_type: type[Any],  # The class of the state, a NamedTuple.
     left_out: str,
     enters: Enters,
-    all_enter: bool = False,
     names: tuple[str, ...] = (),
 ) -> GatedTransformation:
     """Applies ``inner`` to the sum of the pushes that enter it.
 
     A push that enters makes the step if it is the last one needed; any other changes
     only the counter ``left_out``, a field of the state. If it has to be decided, the
-    addition is in a conditional, and takes all gradients at once. If ``all_enter``,
-    each gradient is added as soon as it is known, also before the gate (:data:`Sums`).
-    A push of weight w adds w·g.
+    addition is in a conditional, and takes all gradients at once. If every push enters,
+    each gradient is added as soon as it is known. A push of weight w adds w·g.
 
     On the mesh axes ``names`` each device has a sum of its own. They are added, and
     divided, where the step is made.
@@ -98,11 +93,6 @@ def summed(
         # The first push of a sum replaces what is there. So nothing else clears it.
         return state.pushed & (state.num_accumulated > 0)
 
-    def sums(state: Any) -> tuple[PyTree[jax.Array], jax.Array] | None:
-        if not isinstance(state, state_type):
-            return None
-        return state.accumulated, begun_of(state)
-
     def decide(
         updates: optax.Updates,
         state: Any,  # As `state_type`.
@@ -130,8 +120,6 @@ def summed(
         if weight is not None:
             w = as_weight(weight, w.dtype)
             factor = w if factor is None else w * jnp.asarray(factor, w.dtype)
-        if _IN_SUM in extra:  # The gradients come with the weight in them.
-            factor = None
         count = increment_if(accepted, state.num_accumulated)
         full = accepted & _is_enough(count, num_required, state.global_step)
         if last is not None:
@@ -142,7 +130,6 @@ def summed(
         before = jnp.where(state.num_accumulated > 0, state.total_weight, 0)
         total_weight = jnp.where(accepted, before + w, state.total_weight)
         flags = missing.flags(updates, extra)
-        in_sum, extra = _in_sum(updates, extra)
 
         def added(updates: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
             # sum + w g and n + w; in a table only for the rows that the push holds
@@ -163,14 +150,13 @@ def summed(
                 total: jax.Array,
                 n: jax.typing.ArrayLike,
                 begun: jax.Array,
-                added: bool,
             ) -> jax.Array:
-                new = g if added else _moved(add, g, total, begun)
+                new = _moved(add, g, total, begun)
                 if names:  # The sum of one device.
                     return narrow(new, total.dtype) if maps.has_gradient(new) else new
-                return _finished(full, g, new, n, begun, total, added)
+                return _finished(full, g, new, n, begun, total)
 
-            trees = state.accumulated, divisors, has_begun, in_sum
+            trees = state.accumulated, divisors, has_begun
             return _in_turn(sum_of, pushed, *trees), row_counts
 
         def kept() -> tuple[optax.Updates, optax.Updates]:
@@ -220,7 +206,7 @@ def summed(
             settle=lambda new, _, total: new._replace(accumulated=total),
         )
 
-    return gate.gate(init_fn, inner, decide, sums if all_enter else None)
+    return gate.gate(init_fn, inner, decide)
 
 
 def as_weight(
@@ -230,24 +216,6 @@ def as_weight(
     checks.scalar("weight", weight)
     w = jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), dtype)
     return jnp.where(w >= 0, w, jnp.nan)
-
-
-def with_sums(extra: dict[str, object], in_sum: PyTree[bool]) -> dict[str, object]:
-    """The extra arguments of a push, some of whose leaves are sums: see :data:`Sums`.
-
-    Such a leaf is the sum of the gate with w·g in it, if the push has the gradient g
-    and the weight w. All others are w·g.
-    """
-    return {**extra, _IN_SUM: in_sum}
-
-
-def _in_sum(
-    updates: optax.Updates, extra: dict[str, object]
-) -> tuple[PyTree[bool], dict[str, object]]:
-    """Which leaves are sums, and the other extra arguments."""
-    none = maps.map_leaves(lambda g: False, updates)
-    rest = {name: value for name, value in extra.items() if name != _IN_SUM}
-    return extra.get(_IN_SUM, none), rest
 
 
 def _is_enough(
@@ -272,8 +240,7 @@ def _in_turn(
 
     On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
     of them in one kernel, and so keeps them all. The largest do not wait: one may be
-    scattered into its sum, without an array of its own. The last of ``rest`` says which
-    are in their sums already; these do not wait either.
+    scattered into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
     most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
@@ -281,7 +248,7 @@ def _in_turn(
     last: tuple[jax.Array, ...] = ()
     for g, total, *leaf in reversed([*leaves]):
         large = isinstance(total, jax.Array) and total.size >= LARGE
-        waits = large and isinstance(g, jax.Array) and g.size <= most and not leaf[-1]
+        waits = large and isinstance(g, jax.Array) and g.size <= most
         result = f(in_turn(g, *last) if waits else g, total, *leaf)
         results.append(result)
         last = (result,) if waits else last
@@ -338,7 +305,6 @@ def _finished(
     n: jax.typing.ArrayLike,
     begun: jax.Array,
     old: jax.Array,
-    added: bool,
 ) -> jax.Array:
     # sum / n with the last push, in the sum's own buffer: inner may read it more than
     # once
@@ -350,7 +316,7 @@ def _finished(
         known = total if maps.has_gradient(g) else where(begun, total)
         return narrow(arithmetic.scale_leading(known, factor), old.dtype)
 
-    if added or maps.is_leaf(g):  # All of it, but only with the last push.
+    if maps.is_leaf(g):  # All of it, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)
     return quotient()
 
