@@ -26,7 +26,7 @@ class AccumulateState(NamedTuple):
       num_accumulated: int32[], pushes in the sum.
       nonfinite_count: int32[], pushes left out so far; saturates.
       total_weight: float32[], the sum of the weights of these pushes.
-      accumulated: the sum, like params.
+      accumulated: the sum, like params; it means nothing if ``num_accumulated`` is 0.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
       row_counts: the weights of the pushes that held each row, only for ``row_mean``.
       inner_state: the state of the transformation behind the gate.

@@ -25,8 +25,9 @@ class ConditionalAccumulatorState(NamedTuple):
       total_weight: float32[], the sum of the weights of these pushes; float64 if any
         parameter is. A push without ``weight`` weighs 1.
       accumulated: the sum, like params, in at least float32 by default. It has no
-        sum for a leaf that is not in ``pushed``, and none at all if
-        ``num_accumulated`` is 0: the next push replaces whatever is there.
+        sum for a leaf that is not in ``pushed``. If ``num_accumulated`` is 0, it means
+        nothing, and may differ between ``update`` and :func:`apply_gradients`: the next
+        push replaces whatever is there.
       pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
       row_counts: float32[rows] for each leaf, the weights of the pushes in the sum that
         held each row; only for ``row_mean``.

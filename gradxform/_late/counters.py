@@ -134,7 +134,8 @@ def has_gate(state: optax.OptState, field: str = "inner_state") -> bool:
 
 
 def _outermost(state: optax.OptState, field: str) -> optax.OptState:
-    hint = (
-        "wrap the transformation in drop_stale, conditional_accumulator or worker_mean"
-    )
+    gates = "drop_stale, conditional_accumulator or worker_mean"
+    if field == "global_step":
+        gates = f"accumulate, skip_spikes, {gates}"
+    hint = f"wrap the transformation in {gates}"
     return checks.only(field, states(state, field), hint)

@@ -15,6 +15,7 @@ from gradxform._late.gate import Decision
 from gradxform._rows import boundary
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -111,7 +112,7 @@ def delayed(
     checks.transformation("inner", inner)
     _check_numbers(num_steps)
     checks.state_dtype("ring_dtype", ring_dtype, complex_too=True)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
     if not any(jax.tree.leaves(num_steps)):
         return inner
 

@@ -27,8 +27,8 @@ from gradxform._late.counters import counted, has_gate
 from gradxform._late.measure_cosine import cosines
 from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
-from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.compilers import in_hbm, narrow, where
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Path, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -139,7 +139,7 @@ def gate(
 ) -> GatedTransformation:
     """Makes a transformation from what a gate decides about a push."""
     versions.before_tracing()
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
     return GatedTransformation(init, Gate(decide, inner))
 
 
@@ -221,7 +221,7 @@ def _guarded(
         given = decision.updates(buffers)
         known = missing.leaves_say_it(decision.extra)
         flags = True if known else missing.flags(given, decision.extra)
-        extra = accepted_kwargs(gate.inner, decision.extra)
+        extra = accepted_kwargs(gate.inner, decision.extra, before)
         outcome, new = step(
             gate.inner, given, before, params, extra, whole=whole, flags=flags
         )
@@ -245,12 +245,10 @@ def _own_brought(path: Path, x: Leaf) -> Leaf:
 
 
 def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:
-    """Keeps large arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
-
-    def pinned(r: Leaf) -> Leaf:
-        return in_hbm(r) if isinstance(r, jax.Array) and r.size >= LARGE else r
-
-    return maps.map_leaves(pinned, buffers)
+    """Keeps arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
+    return maps.map_leaves(
+        lambda r: in_hbm(r) if isinstance(r, jax.Array) else r, buffers
+    )
 
 
 def _put_into(

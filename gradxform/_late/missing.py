@@ -32,6 +32,7 @@ import optax
 
 from gradxform._late.counters import has_gate, is_gate
 from gradxform._trees import checks, maps
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
@@ -74,7 +75,7 @@ def update(
     Extra arguments that are trees like the parameters lose these leaves too. A function
     among them, for a line search, gets all leaves.
     """
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args_support(tx)
     updates, missing = _marked(updates, params)
     if not missing:
         return tx.update(updates, state, params, **extra)

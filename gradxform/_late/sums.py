@@ -21,8 +21,10 @@ from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, mesh
-from gradxform._trees.compilers import LARGE, in_turn, narrow, where
+from gradxform._trees.compilers import in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
+
+_TABLE = 2**14  # Rows; a matrix with as many is a table.
 
 Reduction = Literal["mean", "sum", "row_mean"]
 Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
@@ -238,17 +240,18 @@ def _in_turn(
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
-    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
-    of them in one kernel, and so keeps them all. The largest do not wait: one may be
-    scattered into its sum, without an array of its own.
+    On GPU the gradient of a matrix waits for the sum before it. Otherwise the compiler
+    adds all of them in one kernel, and so keeps them all: 1.00 N instead of 0.10 N of
+    12 dense layers on an H100. A table does not wait: its gradient may be scattered
+    into its sum, without an array of its own. Sizes do not decide, which differ if
+    there is one layer more (``minimize`` with ``layers``).
     """
     leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
-    most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
     results: list[jax.Array] = []
     last: tuple[jax.Array, ...] = ()
     for g, total, *leaf in reversed([*leaves]):
-        large = isinstance(total, jax.Array) and total.size >= LARGE
-        waits = large and isinstance(g, jax.Array) and g.size <= most
+        is_table = isinstance(g, jax.Array) and g.ndim == 2 and len(g) >= _TABLE
+        waits = isinstance(g, jax.Array) and g.ndim > 1 and not is_table
         result = f(in_turn(g, *last) if waits else g, total, *leaf)
         results.append(result)
         last = (result,) if waits else last

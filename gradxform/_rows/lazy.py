@@ -11,7 +11,7 @@ from gradxform._rows import boundary, by_row
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf
 
 # States with a row for each row of a table, which still cannot act by the row.
@@ -91,7 +91,7 @@ def lazy(
     """
     checks.transformation("inner", inner)
     versions.before_tracing()
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return inner.init(maps.stored(params))
@@ -102,7 +102,7 @@ def lazy(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        extra = accepted_kwargs(inner, extra)
+        extra = accepted_kwargs(inner, extra, state)
         if not any(map(is_sparse, maps.leaves(updates))):
             return inner.update(updates, state, params, **extra)
         if params is not None:

@@ -11,6 +11,7 @@ import optax
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.compilers import after
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
@@ -242,7 +243,7 @@ def clip_before(
         limit if limit is None else checks.in_range(name, limit, "[0, inf]")
         for name, limit in arguments.items()
     )
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
     if clipnorm is clipvalue is global_clipnorm is None:
         return inner
 
