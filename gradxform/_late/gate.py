@@ -23,8 +23,7 @@ import optax
 
 from gradxform._late import missing
 from gradxform._late.conditional import By, typed_cond
-from gradxform._late.counters import counted, has_gate
-from gradxform._late.measure_cosine import cosines
+from gradxform._late.counters import counted
 from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
 from gradxform._trees.compilers import in_hbm, narrow, where
@@ -151,29 +150,19 @@ def step(
     extra: dict[str, object],
     *,
     whole: bool,
-    flags: PyTree[bool | jax.Array] = True,
 ) -> tuple[Outcome, optax.OptState]:
     """What ``tx`` makes of normalized updates, and its new state.
 
     These are its updates, or the new parameters if ``whole``; then gates within gates
-    guard the whole step, too. Leaves without a gradient stay; ``flags`` says which have
-    one, if the leaves do not say it.
+    guard the whole step, too. Leaves without a gradient stay.
     """
     if gate := gate_of(tx):
         return _guarded(gate, updates, state, params, extra, whole=whole)
-    # Nobody else asks for flags.
-    if flags is not True and not (has_gate(state) or cosines(state)):
-        extra = missing.with_flags(extra)
     given, state = state, host.brought_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)
     if whole:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
-    if flags is True:
-        return outcome, host.put_back(new, given)
-    if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = missing.chosen(flags, outcome, params if whole else None)
-    like = updates if params is None else params
-    return outcome, host.put_back(missing.keep(tx, flags, new, state, like), given)
+    return outcome, host.put_back(new, given)
 
 
 def inner_state(
@@ -219,12 +208,8 @@ def _guarded(
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
         given = decision.updates(buffers)
-        known = missing.leaves_say_it(decision.extra)
-        flags = True if known else missing.flags(given, decision.extra)
         extra = accepted_kwargs(gate.inner, decision.extra, before)
-        outcome, new = step(
-            gate.inner, given, before, params, extra, whole=whole, flags=flags
-        )
+        outcome, new = step(gate.inner, given, before, params, extra, whole=whole)
         return *_put_into(free, outcome), new, jnp.array(True)
 
     def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import missing
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
 from gradxform._trees.mesh import AxisName
@@ -95,15 +94,12 @@ def measure_cosine(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, MeasureCosineState]:
-        del params
+        del params, extra
         boundary.dense("measure_cosine", updates)
         checks.same_shapes("updates", updates, "previous", state.previous)
-        # A sum of pushes gives zeros for a leaf without a gradient, and a flag.
-        flags = missing.flags(updates, extra)
-        before = missing.chosen(flags, boxes.as_in(updates, state.squares))
-        previous = missing.chosen(flags, state.previous)
+        before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
-        _, dot = norms.products(updates, previous, squares, axis_name=axis_name)
+        _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)
         last = maps.map_updates(lambda _, s: s.astype(dot.dtype), updates, before)
         # ⟨g, g'⟩ / (‖g‖ · ‖g'‖)
         old = norms.total(jax.tree.leaves(last))

@@ -17,7 +17,6 @@ from gradxform._trees.types import Leaf
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
 _NOT_BY_ROW = {
-    "AccumulateState": _SUM,
     "ApplyEvery": _SUM,
     "ConditionalAccumulatorState": _SUM,
     "MultiStepsState": _SUM,
