@@ -20,8 +20,8 @@ from gradxform._rows import indexed_slices, table_rows
 from gradxform._rows.indexed_slices import is_sparse
 from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import take_rows, take_summed, write_summed
-from gradxform._rows.stored_rows import RowSparseError
-from gradxform._rows.table_rows import TableRows, ascending, positions
+from gradxform._rows.stored_rows import RowSparseError, unchecked
+from gradxform._rows.table_rows import TableRows, positions
 from gradxform._trees import arithmetic, checks, constants, maps
 from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
 
@@ -91,7 +91,9 @@ def touched(g: Leaf, x: Gradient) -> jax.Array:
 
 def param_rows(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
     """A parameter with only the rows that :func:`touched` has read; else the leaf."""
-    return ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
+    return (
+        unchecked(TableRows, g.indices, rows, g.dense_shape) if is_sparse(g) else rows
+    )
 
 
 def written(

@@ -13,7 +13,7 @@ needs more: see ``_rows.boundary``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -200,6 +200,30 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
         raise LookupError(path)
 
     return map_with_path(value, tree)
+
+
+def matching(
+    params: PyTree[Param], values: Sequence[T], default: T
+) -> Callable[[Path, Leaf], T]:
+    """A function of a path and a leaf: the value of the parameter with this path.
+
+    A leaf of another shape, or without an array of its own, gets the default.
+
+    Args:
+      params: the parameters, or their descriptions.
+      values: one for each of them.
+      default: for all other leaves.
+    """
+    pairs = zip(jax.tree.leaves_with_path(params), values, strict=True)
+    known = {path: (p.shape, value) for (path, p), value in pairs}
+
+    def find(path: Path, x: Leaf) -> T:
+        if not has_gradient(x) or isinstance(x, SparseLeaf):
+            return default
+        shape, value = known.get(path, (None, default))
+        return value if shape == np.shape(x) else default
+
+    return find
 
 
 def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
