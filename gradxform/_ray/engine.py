@@ -196,18 +196,12 @@ class _RayWorker:
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
         except Exception as error:
-            if _can_be_sent(error):
-                raise
-            why = "this exception cannot be pickled and rebuilt"
-            raise RuntimeError(f"{summary(error)} ({why})") from error
-
-
-def _can_be_sent(error: Exception) -> bool:
-    pickle = sys.modules["ray"].cloudpickle
-    try:
-        return isinstance(pickle.loads(pickle.dumps(error)), Exception)
-    except Exception:  # Whatever its methods raise.
-        return False
+            try:
+                sys.modules["ray"].cloudpickle.dumps(error)
+            except Exception:  # For some of these Ray would end the process.
+                why = f"{summary(error)} (this exception cannot be pickled)"
+                raise RuntimeError(why) from error
+            raise
 
 
 class _Ray(WorkerPool):
