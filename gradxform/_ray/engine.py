@@ -31,7 +31,6 @@ from gradxform.engines._work import (
     MaxStaleness,
     ServerDiedError,
     UnansweredError,
-    cast_back,
     limit_of,
 )
 
@@ -221,13 +220,14 @@ class _Ray(WorkerPool):
         self.workers = {}
 
     def _joining(self, index: int, worker: Worker) -> Worker:
+        joined = super()._joining(index, worker)
         if worker.device is not None:
             raise ValueError(
                 f"workers: on Ray worker {index} is a process of its own and cannot "
                 f"have the device {worker.device} of this one: give worker_options."
             )
-        # A minibatch is always a function of its number here.
-        return cast_back(worker, self._job.params)
+        # A minibatch is always a function of its number here, so none is kept.
+        return joined._replace(batch=worker.batch)
 
     def check(self) -> None:
         self.server.connection.check()

@@ -14,13 +14,13 @@ from gradxform._rows import stored_rows
 from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import (
     as_array,
-    is_known,
+    has_values,
     replicated,
     rows_of,
     searchsorted,
-    summed,
     take_summed,
     to_jax,
+    write_options,
     write_summed,
 )
 from gradxform._rows.stored_rows import RowSparseError, node, unchecked
@@ -129,7 +129,7 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         # Sorting needs all rows of a gradient, so each device gets all of them.
         self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
         self.values = replicated(to_jax(rows))
-        if not is_known(given) or np.any(np.asarray(given) == shape[0]):
+        if not has_values(given) or np.any(np.asarray(given) == shape[0]):
             inside = jnp.expand_dims(
                 self._indices < shape[0], tuple(range(1, rows.ndim))
             )
@@ -214,7 +214,7 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         if wide_dtype(table) == table.dtype:
             # The sum needs no rounding to another dtype: one pass, in place.
             add = table.at[rows.indices].add
-            return add(rows.values.astype(table.dtype), **summed(table))
+            return add(rows.values.astype(table.dtype), **write_options(table))
         new = rounded_sum(rows.values, take_summed(table, rows.indices))
         return write_summed(table, rows.indices, new)
 

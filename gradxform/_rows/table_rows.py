@@ -12,7 +12,7 @@ import optax
 
 from gradxform._rows import stored_rows
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
-from gradxform._rows.rows import is_known, read_rows, searchsorted
+from gradxform._rows.rows import has_values, read_rows, searchsorted
 from gradxform._rows.stored_rows import node
 from gradxform._trees import checks, maps
 from gradxform._trees.types import Leaf, Path, SparseLeaf
@@ -85,7 +85,7 @@ class TableRows(SparseLeaf):
     ) -> None:
         given = IndexedSlices(indices, values, dense_shape)
         own, shape = given.indices, given.dense_shape
-        if is_known(own):
+        if has_values(own):
             known, counts = np.unique(np.asarray(own), return_counts=True)
             repeated = known[(counts > 1) & (known < shape[0])]
             if repeated.size:
@@ -126,7 +126,7 @@ def read_part(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     at, height = positions(part, ids), part.shape[0]
     missing = at == len(part.indices)
-    if is_known(missing):
+    if has_values(missing):
         absent = np.argwhere(missing & (ids < height))
         if len(absent):
             first = tuple(absent[0].tolist())
