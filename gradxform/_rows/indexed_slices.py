@@ -129,13 +129,9 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         # Sorting needs all rows of a gradient, so each device gets all of them.
         self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
         self.values = replicated(to_jax(rows))
+        self.dense_shape, self._summed = shape, False
         if not has_values(given) or np.any(np.asarray(given) == shape[0]):
-            inside = jnp.expand_dims(
-                self._indices < shape[0], tuple(range(1, rows.ndim))
-            )
-            self.values = jnp.where(inside, self.values, 0)
-        self.dense_shape = shape
-        self._summed = False
+            self.values = filled(self, self.values, 0)
 
     tree_flatten = stored_rows.flatten
     tree_flatten_with_keys = stored_rows.flatten_with_keys
@@ -187,9 +183,8 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         self, at: jax.Array, length: int, out_sharding: NamedSharding | None = None
     ) -> jax.Array:
         """Zeros, with each value added at its position if that is inside."""
-        wide = np.promote_types(self.dtype, np.float32)
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            wide = self.dtype
+        is_integer = jnp.issubdtype(self.dtype, jnp.integer)
+        wide = self.dtype if is_integer else wide_dtype(self.values)
         shape = (length, *self.dense_shape[1:])
         sums = jnp.zeros(shape, wide, out_sharding=out_sharding)
         sums = sums.at[at].add(
