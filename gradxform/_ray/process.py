@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -28,7 +28,9 @@ from gradxform._server.records import Snapshot
 from gradxform._server.specs import leaves_like
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, T
-from gradxform.engines._job import Job
+
+if TYPE_CHECKING:  # `gx.ParameterServer` comes without the engines.
+    from gradxform.engines._job import Job
 
 HOUR = 3600
 LOOPBACK = "127.0.0.1"
