@@ -387,7 +387,7 @@ def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:
     It is None only if there can never be a gradient, as for a parameter of integers.
     """
     if maps.has_gradient(g):
-        return narrow(total, maps.dtype_of(g))
+        return narrow(total, maps.gradient_dtype(g))
     if not maps.has_gradient(total):
         return total
     if not jnp.issubdtype(jnp.result_type(like), jnp.inexact):

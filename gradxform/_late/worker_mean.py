@@ -216,7 +216,9 @@ def worker_mean(
         def mean(_: object) -> optax.Updates:
             # Zeros for a leaf without a gradient, as from any sum.
             mean = maps.map_updates(
-                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), updates, means
+                lambda g, m: narrow(_row(m, row), maps.gradient_dtype(g)),
+                updates,
+                means,
             )
             return missing.chosen(flags, mean)
 

@@ -62,7 +62,7 @@ def map_step(
         seen = (touched(g, x) for x in others[:end])
         u, *new = f(jnp.asarray(maps.stored(g)), *seen, *given)
         pairs = zip(old, new, strict=True)
-        kept = (written(g, s, x.astype(maps.dtype_of(s))) for s, x in pairs)
+        kept = (written(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
         return g.with_values(u) if is_sparse(g) else u, *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]

@@ -213,8 +213,8 @@ def ftrl(
         moved, state = clipped.update(updates, state, params, **extra)
 
         def rounded(u: jax.Array, g: Gradient, w: jax.typing.ArrayLike) -> jax.Array:
-            dtype = maps.dtype_of(g)
-            return u.astype(dtype) if dtype == maps.dtype_of(w) else u
+            dtype = maps.gradient_dtype(g)
+            return u.astype(dtype) if dtype == maps.gradient_dtype(w) else u
 
         return maps.map_updates(rounded, moved, updates, params), state
 

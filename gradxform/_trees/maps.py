@@ -139,7 +139,7 @@ def described(tree: PyTree[Leaf]) -> PyTree[Any]:
     return map_leaves(whole, tree)
 
 
-def dtype_of(g: Gradient) -> np.dtype[np.generic]:
+def gradient_dtype(g: Gradient) -> np.dtype[np.generic]:
     """The dtype of a gradient's entries, for any kind of leaf."""
     return jnp.asarray(_stored(g)).dtype
 
@@ -237,4 +237,4 @@ def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
 
 def cast_like(tree: optax.Updates, reference: PyTree[Gradient]) -> optax.Updates:
     """Each leaf in the dtype of its reference; ``None`` stays."""
-    return map_updates(lambda x, r: x.astype(dtype_of(r)), tree, reference)
+    return map_updates(lambda x, r: x.astype(gradient_dtype(r)), tree, reference)
