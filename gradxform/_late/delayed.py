@@ -196,7 +196,7 @@ def _oldest(g: Leaf, ring: jax.Array, slot: jax.Array) -> PyTree[jax.Array]:
         return g
     at = slot if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
-    return narrow(old, maps.dtype_of(g))
+    return narrow(old, maps.gradient_dtype(g))
 
 
 def _check_numbers(num_steps: PyTree[int]) -> None:

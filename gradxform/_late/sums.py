@@ -324,7 +324,9 @@ class Accumulator:
             total = _over_devices(self.names, total, n)
         # From here on all is dense: inner gets every row that any push held.
         return maps.map_leaves(
-            lambda g, x: narrow(x, maps.dtype_of(g)) if maps.has_gradient(g) else x,
+            lambda g, x: (
+                narrow(x, maps.gradient_dtype(g)) if maps.has_gradient(g) else x
+            ),
             updates,
             total,
         )

@@ -210,7 +210,9 @@ def worker_mean(
 
         def mean(_: object) -> optax.Updates:
             return maps.map_updates(
-                lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), updates, means
+                lambda g, m: narrow(_row(m, row), maps.gradient_dtype(g)),
+                updates,
+                means,
             )
 
         def settle(

@@ -19,14 +19,12 @@ from gradxform._ray.messages import PushMessage
 from gradxform._ray.process import LOOPBACK
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
-from gradxform._server.core import of_one_process
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
-from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform._trees.types import T
 from gradxform.engines._job import Job
-from gradxform.engines._pool import LOOK, server_options
+from gradxform.engines._pool import LOOK, JobServer
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -81,28 +79,12 @@ def layout_of(
     return layout if layout.processes > 1 else None
 
 
-class ServerActor(RecoverableServer):
-    """The actor of a server that has one process."""
-
-    def __init__(
-        self,
-        params: optax.Params,
-        tx: optax.GradientTransformation,
-        checkpoint: Checkpoint | None,
-        *,
-        pushes: float,
-        **options: bool,
-    ) -> None:
-        transport = RayTransport(of_one_process(params, tx, **options))
-        super().__init__(transport, checkpoint, pushes)
-
-
 class Processes:
     """Starts and ends the processes of a server, as Ray actors.
 
     Args:
       layout: of the parameters; None for one process.
-      job: with the arguments of the server.
+      job: what the server runs.
       options: Ray's, for the actor of each.
     """
 
@@ -111,14 +93,12 @@ class Processes:
     ) -> None:
         self._ray = ray = require("ray", "ray")
         self._layout, self._options = layout, dict(options)
-        self._server_options = {"pushes": job.pushes, **server_options(job)}
-        count = 1 if layout is None else layout.processes
-        tx = ray.put(job.tx)
-        if layout is None or is_function(job.params):
-            each = [ray.put(job.params)] * count
-        else:
-            each = [ray.put(layout.part(job.params, k)) for k in range(count)]
-        self._given = [[own, tx] for own in each]
+        # What concerns workers may not be picklable, and stays here.
+        own = job._replace(workers=(), pace=None, max_staleness=None)
+        parts = iter([job.params])
+        if layout is not None:  # A function that makes parameters stays whole.
+            parts = (layout.part(job.params, k) for k in range(layout.processes))
+        self._given = [[ray.put(own._replace(params=part))] for part in parts]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
         self._placement: PlacementGroup | None = None
@@ -128,8 +108,8 @@ class Processes:
         self.kill()
         if self._layout is not None:
             return self._group(self._layout, checkpoint, check)
-        start = self._ray.remote(ServerActor).options(**self._options).remote
-        actor = start(*self._given[0], checkpoint, **self._server_options)
+        start = self._ray.remote(JobServer).options(**self._options).remote
+        actor = start(*self._given[0], checkpoint, RayTransport)
         self._actors = [actor]
         return actor
 
@@ -158,8 +138,7 @@ class Processes:
         known = [followers, *[where] * len(followers)]  # Whom each has to know.
         each = zip(self._actors, known, self._given, strict=True)
         joining: list[ObjectRef[None]] = [
-            actor.join.remote(*own, layout, checkpoint, **self._server_options)
-            for actor, *own in each
+            actor.join.remote(*own, layout, checkpoint) for actor, *own in each
         ]
         # If one dies meanwhile, the others wait for it in vain: so look at each.
         self.answers(joining, check)

@@ -31,7 +31,6 @@ from gradxform.engines._work import (
     MaxStaleness,
     ServerDiedError,
     UnansweredError,
-    cast_back,
     limit_of,
 )
 
@@ -196,18 +195,12 @@ class _RayWorker:
         except UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
         except Exception as error:
-            if _can_be_sent(error):
-                raise
-            why = "this exception cannot be pickled and rebuilt"
-            raise RuntimeError(f"{summary(error)} ({why})") from error
-
-
-def _can_be_sent(error: Exception) -> bool:
-    pickle = sys.modules["ray"].cloudpickle
-    try:
-        return isinstance(pickle.loads(pickle.dumps(error)), Exception)
-    except Exception:  # Whatever its methods raise.
-        return False
+            try:
+                sys.modules["ray"].cloudpickle.dumps(error)
+            except Exception:  # For some of these Ray would end the process.
+                why = f"{summary(error)} (this exception cannot be pickled)"
+                raise RuntimeError(why) from error
+            raise
 
 
 class _Ray(WorkerPool):
@@ -227,13 +220,14 @@ class _Ray(WorkerPool):
         self.workers = {}
 
     def _joining(self, index: int, worker: Worker) -> Worker:
+        joined = super()._joining(index, worker)
         if worker.device is not None:
             raise ValueError(
                 f"workers: on Ray worker {index} is a process of its own and cannot "
                 f"have the device {worker.device} of this one: give worker_options."
             )
-        # A minibatch is always a function of its number here.
-        return cast_back(worker, self._job.params)
+        # A minibatch is always a function of its number here, so none is kept.
+        return joined._replace(batch=worker.batch)
 
     def check(self) -> None:
         self.server.connection.check()

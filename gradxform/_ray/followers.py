@@ -130,12 +130,9 @@ class Follower:
         given: list[Any],
         layout: Layout,
         checkpoint: Checkpoint | None = None,
-        *,
-        pushes: float,  # The leader counts them.
-        **options: bool,
     ) -> None:
         """Becomes one of the processes; see :meth:`Leader.join`."""
-        self.process = joined(coordinator, self._number, given, layout, **options)
+        self.process = joined(coordinator, self._number, given, layout)
         if checkpoint is not None:
             self._store = Store(checkpoint, together=True)
 

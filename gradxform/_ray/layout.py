@@ -18,7 +18,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, maps
-from gradxform._trees.types import Leaf, Param, Path, PyTree, Shape, SparseLeaf, T
+from gradxform._trees.types import Leaf, Param, Path, PyTree, Shape, T
 
 AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
@@ -88,18 +88,7 @@ class Layout(NamedTuple):
         It is that of the parameter with this path. A leaf of another shape is not cut,
         nor are the rows of a table.
         """
-        flat = jax.tree.leaves_with_path(self.types)
-        known = {
-            path: (x.shape, cut) for (path, x), cut in zip(flat, self.cuts, strict=True)
-        }
-
-        def cut_of(path: Path, leaf: Leaf) -> int | None:
-            if not maps.has_gradient(leaf) or isinstance(leaf, SparseLeaf):
-                return None
-            shape, cut = known.get(path, (None, None))
-            return cut if shape == np.shape(leaf) else None
-
-        return cut_of
+        return maps.matching(self.types, self.cuts, None)
 
     def part(self, tree: T, process: int) -> T:
         """A process's share of a tree like this one: parts, or whole leaves.

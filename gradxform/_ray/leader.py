@@ -150,21 +150,17 @@ class Leader(RecoverableServer):
         given: list[Any],
         layout: Layout,
         checkpoint: Checkpoint | None = None,
-        *,
-        pushes: float,
-        **options: bool,
     ) -> None:
         """Becomes one of the processes, and takes its part of the parameters.
 
         Args:
           followers: the actors.
-          given: references to its parameters and to the transformation.
+          given: a reference to the job, with its part of the parameters.
           layout: of the parameters.
           checkpoint: where and how often the run is saved.
-          pushes: how many pushes with a ``push_id`` it takes.
-          options: those of :class:`Process`.
         """
-        self.process = joined(self._coordinator, 0, given, layout, **options)
+        self.process = joined(self._coordinator, 0, given, layout)
         self._reserved.close()
         transport = GroupTransport(self.process, Followers(followers, self._end))
+        pushes = self.process.pushes
         super().__init__(transport, checkpoint, pushes, together=True)

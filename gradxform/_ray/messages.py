@@ -17,24 +17,21 @@ import optax
 from gradxform._ray import wire
 from gradxform._ray.layout import Layout
 from gradxform._ray.wire import Bytes, Payload
-from gradxform._rows.table_rows import ascending
+from gradxform._rows.stored_rows import unchecked
+from gradxform._rows.table_rows import TableRows
 from gradxform._server.programs import check_fits
 from gradxform._server.reader import Ids
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf
 
 
-class Cut:
-    """Stands for a leaf that is cut, by its number among the cut leaves."""
-
-    def __init__(self, number: int, axis: int) -> None:
-        self.number, self.axis = number, axis
-
-
 class Part:
-    """Stands for a leaf: the part of it that one process has."""
+    """Stands for a leaf that is cut: the part of it that one process has.
 
-    def __init__(self, array: np.ndarray[Any, Any], axis: int) -> None:
+    The array is of NumPy; None where it travels beside the tree.
+    """
+
+    def __init__(self, array: Any, axis: int) -> None:
         self.array, self.axis = array, axis
 
 
@@ -42,8 +39,8 @@ class PushMessage(NamedTuple):
     """Gradients and extra arguments on their way to one process of a server.
 
     Attributes:
-      whole: the tree of both, with a :class:`Cut` for each leaf that is cut.
-      parts: the process's parts of the cut leaves.
+      whole: the tree of both, with a :class:`Part` for each leaf that is cut.
+      parts: the arrays of these parts, in the order of the tree.
     """
 
     whole: Payload
@@ -64,13 +61,13 @@ class PushMessage(NamedTuple):
         cuts: list[tuple[np.ndarray[Any, Any], int]] = []  # The leaves, and axes.
         cut_of = layout.cut_of()
 
-        def take(path: tuple[Any, ...], x: Leaf) -> Leaf | Cut:
+        def take(path: tuple[Any, ...], x: Leaf) -> Leaf | Part:
             # Each extra argument is a tree of its own, and may be like the gradients.
             cut = cut_of(path[1 if path[0].idx == 0 else 2 :], x)
             if cut is None:
                 return x
             cuts.append((np.asarray(x), cut))
-            return Cut(len(cuts) - 1, cut)
+            return Part(None, cut)
 
         tree = jax.tree.map_with_path(take, (grads, extra), is_leaf=maps.is_leaf)
         whole = Payload.of(tree)
@@ -81,9 +78,9 @@ class PushMessage(NamedTuple):
 
     def received(self) -> tuple[optax.Updates, dict[str, Any]]:
         """Gradients and extra arguments, with a :class:`Part` for each cut leaf."""
-        parts = self.parts.received()
+        parts = iter(self.parts.received())
         grads, extra = jax.tree.map(
-            lambda x: Part(parts[x.number], x.axis) if isinstance(x, Cut) else x,
+            lambda x: Part(next(parts), x.axis) if isinstance(x, Part) else x,
             self.whole.received(),
             is_leaf=maps.is_leaf,
         )
@@ -105,7 +102,7 @@ class Joined(NamedTuple):
         values = np.zeros((len(self.ids), *self.shape[1:]), rows.dtype)
         values[: len(rows)] = rows
         ids, values = jax.device_put((self.ids, values))
-        return ascending(ids, values, self.shape)
+        return unchecked(TableRows, ids, values, self.shape)
 
 
 class Gathered(NamedTuple):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+import optax
+
 from gradxform._ray.transport import RayTransport
-from gradxform._server.core import Core
+from gradxform._server.core import of_one_process
 from gradxform._server.parameter_server import ThreadServer
 from gradxform._server.transport import Transport
 from gradxform._trees.types import Params
@@ -66,10 +68,18 @@ class ParameterServer(ThreadServer[Params]):
     >>> assert stats.accepted == global_step
     """
 
-    def _transport_of(self, core: Core) -> Transport:
-        if not hasattr(type(self), "__ray_actor_class__"):
-            return super()._transport_of(core)
-        context = sys.modules["ray"].get_runtime_context()
-        if context.was_current_actor_reconstructed:
-            core.lose("its Ray actor has died and was started again")
-        return RayTransport(core)
+    def __init__(
+        self,
+        params: Params,
+        tx: optax.GradientTransformation,
+        *,
+        donate: bool = True,
+        require_finite: bool = False,
+    ) -> None:
+        core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
+        is_actor = hasattr(type(self), "__ray_actor_class__")
+        super().__init__((RayTransport if is_actor else Transport)(core))
+        if is_actor:
+            context = sys.modules["ray"].get_runtime_context()
+            if context.was_current_actor_reconstructed:
+                core.lose("its Ray actor has died and was started again")

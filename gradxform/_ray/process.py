@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -29,6 +29,9 @@ from gradxform._server.specs import leaves_like
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, T
 
+if TYPE_CHECKING:  # `gx.ParameterServer` comes without the engines.
+    from gradxform.engines._job import Job
+
 HOUR = 3600
 LOOPBACK = "127.0.0.1"
 
@@ -39,31 +42,22 @@ class Process:
     All processes must make it together.
 
     Args:
-      params: this process's part of the parameters, as :meth:`Layout.part` gives it; or
-        a function without arguments that gives all of them. The function is compiled,
-        so no process ever holds the whole.
+      job: what the server runs. Its parameters are this process's part, as
+        :meth:`Layout.part` gives it; or a function without arguments that gives all of
+        them. The function is compiled, so no process ever holds the whole.
       layout: of the parameters.
       mesh: of one device of each process, along ``"server"``.
-      tx: the transformation.
-      donate: see :class:`ParameterServer`.
-      require_finite: see :class:`ParameterServer`.
 
     Attributes:
+      pushes: those of the job.
       layouts: of parameters and state.
     """
 
-    def __init__(
-        self,
-        params: optax.Params,
-        layout: Layout,
-        mesh: Mesh,
-        tx: optax.GradientTransformation,
-        *,
-        donate: bool = True,
-        require_finite: bool = False,
-    ) -> None:
-        self._mesh, self._require_finite = mesh, require_finite
-        tx = with_gate(tx, layout.types, jax.eval_shape(tx.init, layout.types))
+    def __init__(self, job: Job, layout: Layout, mesh: Mesh) -> None:
+        self._mesh, self._require_finite = mesh, job.require_finite
+        self.pushes, params = job.pushes, job.params
+        state = jax.eval_shape(job.tx.init, layout.types)
+        tx = with_gate(job.tx, layout.types, state)
         self.layouts = layout, layout.of_state(tx.init)
         with jax.disable_jit(False):  # The compiler puts the parts where they belong.
             if is_function(params):
@@ -73,7 +67,7 @@ class Process:
                 own = map(self._array, map(np.array, leaves), layout.cuts)
                 params = jax.block_until_ready(jax.tree.unflatten(tree, own))
             state = made(tx.init, self.layouts[1], mesh)(params)
-        self.core = Core(tx, params, state, donate, self._prepared)
+        self.core = Core(tx, params, state, job.donate, self._prepared)
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 
     # Pushes.
@@ -130,22 +124,19 @@ def part_of(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def joined(
-    coordinator: str, number: int, given: list[Any], layout: Layout, **options: bool
-) -> Process:
+def joined(coordinator: str, number: int, given: list[Any], layout: Layout) -> Process:
     """Makes this process one of several, with its part of the parameters.
 
     Args:
       coordinator: the address of JAX's coordinator.
       number: of this process.
-      given: references to its parameters and to the transformation.
+      given: a reference to the job, with this process's part of the parameters.
       layout: of the parameters.
-      options: those of :class:`Process`.
     """
     # JAX has to know the processes before it makes the first array.
     mesh = enter(coordinator, number, layout.processes)
-    params, tx = sys.modules["ray"].get(given)
-    return Process(params, layout, mesh, tx, **options)
+    (job,) = sys.modules["ray"].get(given)
+    return Process(job, layout, mesh)
 
 
 def enter(coordinator: str, process: int, processes: int) -> Mesh:

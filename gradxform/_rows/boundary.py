@@ -20,8 +20,8 @@ from gradxform._rows import indexed_slices, table_rows
 from gradxform._rows.indexed_slices import is_sparse
 from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import take_rows, take_summed, write_summed
-from gradxform._rows.stored_rows import RowSparseError
-from gradxform._rows.table_rows import TableRows, ascending, positions
+from gradxform._rows.stored_rows import RowSparseError, unchecked
+from gradxform._rows.table_rows import TableRows, positions
 from gradxform._trees import arithmetic, checks, constants, maps
 from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
 
@@ -62,7 +62,7 @@ def map_step(
         seen = (touched(g, x) for x in others[:end])
         u, *new = f(jnp.asarray(maps.stored(g)), *seen, *given)
         pairs = zip(old, new, strict=True)
-        kept = (written(g, s, x.astype(maps.dtype_of(s))) for s, x in pairs)
+        kept = (written(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
         return g.with_values(u) if is_sparse(g) else u, *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
@@ -91,7 +91,9 @@ def touched(g: Leaf, x: Gradient) -> jax.Array:
 
 def param_rows(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
     """A parameter with only the rows that :func:`touched` has read; else the leaf."""
-    return ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
+    return (
+        unchecked(TableRows, g.indices, rows, g.dense_shape) if is_sparse(g) else rows
+    )
 
 
 def written(

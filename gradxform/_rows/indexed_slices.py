@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gradxform._rows import opaque
+from gradxform._rows import stored_rows
+from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import (
     as_array,
-    is_known,
+    has_values,
     replicated,
     rows_of,
     searchsorted,
-    summed,
     take_summed,
     to_jax,
+    write_options,
     write_summed,
 )
-from gradxform._rows.stored_rows import RowSparseError, node
+from gradxform._rows.stored_rows import RowSparseError, node, unchecked
 from gradxform._trees.arithmetic import expand, rounded_sum
 from gradxform._trees.dtypes import wide_dtype
 from gradxform._trees.types import SparseLeaf
@@ -32,7 +33,7 @@ class _NamesHint(type):
     """Tells the user what to do, wherever an error names the class."""
 
     def __repr__(cls) -> str:
-        return f"<class 'gradxform.{cls.__name__}': {opaque.SHORT_HINT}>"
+        return f"<class 'gradxform.{cls.__name__}': {SHORT_HINT}>"
 
 
 HINT = (
@@ -46,7 +47,7 @@ HINT = (
 )
 
 
-@node(HINT)
+@node
 class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
     r"""The gradient of a table after a batch has read a few of its rows.
 
@@ -102,10 +103,9 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
     >>> assert gx.global_norm(grads) == gx.global_norm(grads.densify())
     """
 
-    # Whether the indices ascend without repetition, up to the padding at their end.
-    # It belongs to this object and not to the pytree.
+    _indices: Any  # See `stored_rows`.
     _summed: bool
-    _indices: Any  # int32[n], or of the opaque dtype, as in a pytree's leaves.
+    _hint = HINT
 
     def __init__(
         self,
@@ -129,33 +129,20 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         # Sorting needs all rows of a gradient, so each device gets all of them.
         self._indices = replicated(to_jax(rows_of("indices", given, shape[0])))
         self.values = replicated(to_jax(rows))
-        if not is_known(given) or np.any(np.asarray(given) == shape[0]):
-            inside = jnp.expand_dims(
-                self._indices < shape[0], tuple(range(1, rows.ndim))
-            )
-            self.values = jnp.where(inside, self.values, 0)
-        self.dense_shape = shape
-        self._summed = False
+        self.dense_shape, self._summed = shape, False
+        if not has_values(given) or np.any(np.asarray(given) == shape[0]):
+            self.values = filled(self, self.values, 0)
+
+    tree_flatten = stored_rows.flatten
+    tree_flatten_with_keys = stored_rows.flatten_with_keys
+    tree_unflatten = classmethod(stored_rows.unflatten)
+    __reduce__ = stored_rows.reduced
+    __repr__ = stored_rows.shown
 
     @property
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
-        given = self._indices
-        if not (hasattr(given, "dtype") and opaque.is_opaque(given.dtype)):
-            return given
-        if isinstance(given, jax.Array):
-            return opaque.from_leaf(given, self.dense_shape[0])
-        return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
-
-    def with_values(self, values: jax.Array) -> Self:
-        """The same rows with other values, unchecked."""
-        return self._make(self._indices, values, self.dense_shape, self._summed)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}(indices={self.indices!r}, values={self.values!r}, "
-            f"dense_shape={self.dense_shape!r})"
-        )
+        return stored_rows.numbers(self)
 
     def densify(self, *, out_sharding: NamedSharding | None = None) -> jax.Array:
         """The dense gradient it stands for, an array of the table's size.
@@ -177,7 +164,9 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
             return self
         self._check_single()
         if not self.values.shape[0]:
-            return self._make(self._indices, self.values, self.dense_shape, True)
+            return unchecked(
+                IndexedSlices, self._indices, self.values, self.dense_shape, True
+            )
         indices, height = self.indices, self.dense_shape[0]
         n = len(indices)
         # Only the keys are sorted, and then each row looks up its position. On CPU a
@@ -188,15 +177,14 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         rows = jnp.full_like(ordered, height).at[position].set(ordered)
         positions = jnp.where(indices < height, searchsorted(indices, rows), n)
         sums = self._sum_at(positions, n)
-        return self._make(rows, sums, self.dense_shape, summed=True)
+        return unchecked(IndexedSlices, rows, sums, self.dense_shape, summed=True)
 
     def _sum_at(
         self, at: jax.Array, length: int, out_sharding: NamedSharding | None = None
     ) -> jax.Array:
         """Zeros, with each value added at its position if that is inside."""
-        wide = np.promote_types(self.dtype, np.float32)
-        if jnp.issubdtype(self.dtype, jnp.integer):
-            wide = self.dtype
+        is_integer = jnp.issubdtype(self.dtype, jnp.integer)
+        wide = self.dtype if is_integer else wide_dtype(self.values)
         shape = (length, *self.dense_shape[1:])
         sums = jnp.zeros(shape, wide, out_sharding=out_sharding)
         sums = sums.at[at].add(
@@ -221,87 +209,14 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         if wide_dtype(table) == table.dtype:
             # The sum needs no rounding to another dtype: one pass, in place.
             add = table.at[rows.indices].add
-            return add(rows.values.astype(table.dtype), **summed(table))
+            return add(rows.values.astype(table.dtype), **write_options(table))
         new = rounded_sum(rows.values, take_summed(table, rows.indices))
         return write_summed(table, rows.indices, new)
-
-    # Values come first: optax.inject_hyperparams gives its numbers the dtype of the
-    # first leaf.
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-        """Children and static data."""
-        given = self._indices
-        is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-        leaf = opaque.to_leaf(given, self.dense_shape[0]) if is_number else given
-        return (self.values, leaf), self.dense_shape
-
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
-        """Children with their names, and static data."""
-        children, dense_shape = self.tree_flatten()
-        keys = map(jax.tree_util.GetAttrKey, ("values", "indices"))
-        return tuple(zip(keys, children, strict=True)), dense_shape
-
-    @classmethod
-    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
-        """From any children, as JAX also uses other objects than arrays.
-
-        Raises:
-          TypeError: the indices are plain numbers, so something has calculated them.
-        """
-        values, indices = children
-        if isinstance(indices, jax.Array | np.ndarray):
-            if indices.dtype == "uint32" and indices.shape[-1:] == (1,):
-                # The form in host callbacks.
-                indices = opaque.from_bits(indices, dense_shape[0])
-            elif jnp.issubdtype(indices.dtype, np.number):
-                raise RowSparseError(HINT)
-        return cls._make(indices, values, dense_shape, summed=False)
-
-    def _host_indices(self) -> np.ndarray[Any, Any]:
-        given = self._indices
-        if not (isinstance(given, jax.Array) and opaque.is_opaque(given.dtype)):
-            return np.asarray(given)
-        bits = np.asarray(jax.random.key_data(given))
-        return opaque.from_bits(bits, self.dense_shape[0])
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        indices: Any = self._host_indices()
-        if isinstance(self.values, jax.Array):  # Both arrive as JAX's arrays.
-            indices = jax.device_put(indices)
-        return self._make, (indices, self.values, self.dense_shape, self._summed)
-
-    @classmethod
-    def _make(
-        cls, indices: Any, values: Any, dense_shape: tuple[int, ...], summed: bool
-    ) -> Self:
-        self = object.__new__(cls)
-        self._indices, self.values = indices, values
-        self.dense_shape, self._summed = dense_shape, summed
-        return self
 
 
 def is_sparse(node: object) -> TypeGuard[IndexedSlices]:
     """Whether it is an ``IndexedSlices``; maps with this ``is_leaf`` take it whole."""
     return isinstance(node, IndexedSlices)
-
-
-def ascending_rows(
-    indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
-) -> IndexedSlices:
-    """From indices that ascend without repetition up to the padding; unchecked."""
-    return IndexedSlices._make(indices, values, dense_shape, summed=True)
-
-
-def padded_rows(g: IndexedSlices, length: int) -> IndexedSlices:
-    """The same rows with padding at their end, in the memory of the host.
-
-    It uses NumPy, so that no program is compiled for each number of rows.
-    """
-    n, shape = len(g.values), g.dense_shape
-    values = np.zeros((length, *shape[1:]), g.dtype)
-    values[:n] = g.values
-    indices = np.full(length, shape[0], np.int32)
-    indices[:n] = g._host_indices()
-    return g._make(indices, values, shape, g._summed)
 
 
 def filled(g: IndexedSlices, x: jax.Array, fill: Any) -> jax.Array:

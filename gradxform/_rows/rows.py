@@ -33,7 +33,7 @@ def rows_of(name: str, indices: A, height: int) -> A:
             raise TypeError(f"{name} must be integers, got {indices.dtype}.")
         # An empty list is a list of floats.
         indices = indices.astype(np.int32)  # type: ignore[assignment]
-    if is_known(indices) and indices.size:
+    if has_values(indices) and indices.size:
         known = np.asarray(indices)
         outside = (known < 0) | (known > height)
         if outside.any():
@@ -58,7 +58,7 @@ def inside_or_padding(indices: A, height: int) -> A:
     return where(inside, indices.astype(np.int32), np.int32(height))
 
 
-def is_known(indices: Array) -> bool:
+def has_values(indices: Array) -> bool:
     """Whether all values are known in this process."""
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
@@ -85,7 +85,7 @@ def take_summed(table: jax.Array, indices: jax.Array) -> jax.Array:
     )
 
 
-def summed(table: jax.Array) -> dict[str, Any]:
+def write_options(table: jax.Array) -> dict[str, Any]:
     """Arguments to write rows with ascending, unique indices; padding is dropped."""
     return {
         "mode": "drop",
@@ -97,7 +97,7 @@ def summed(table: jax.Array) -> dict[str, Any]:
 
 def write_summed(table: jax.Array, indices: jax.Array, rows: jax.Array) -> jax.Array:
     """The table with new rows at unique indices; in place if it is donated."""
-    return table.at[indices].set(rows, **summed(table))
+    return table.at[indices].set(rows, **write_options(table))
 
 
 def read_rows(table: jax.Array, ids: jax.Array) -> jax.Array:

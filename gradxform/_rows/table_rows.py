@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._rows.indexed_slices import (
-    IndexedSlices,
-    ascending_rows,
-    is_sparse,
-    padded_rows,
-)
-from gradxform._rows.rows import is_known, read_rows, searchsorted
-from gradxform._rows.stored_rows import RowSparseError, node
+from gradxform._rows import stored_rows
+from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
+from gradxform._rows.rows import has_values, read_rows, searchsorted
+from gradxform._rows.stored_rows import node
 from gradxform._trees import checks, maps
 from gradxform._trees.types import Leaf, Path, SparseLeaf
 
@@ -28,7 +24,7 @@ HINT = (
 )
 
 
-@node(HINT)
+@node
 class TableRows(SparseLeaf):
     r"""A part of a table: some of its rows, where the rest of it is elsewhere.
 
@@ -77,6 +73,10 @@ class TableRows(SparseLeaf):
     Array([20.,  0.], dtype=float32)
     """
 
+    _indices: Any  # See `stored_rows`.
+    _summed: bool
+    _hint = HINT
+
     def __init__(
         self,
         indices: jax.typing.ArrayLike | Sequence[int],
@@ -85,7 +85,7 @@ class TableRows(SparseLeaf):
     ) -> None:
         given = IndexedSlices(indices, values, dense_shape)
         own, shape = given.indices, given.dense_shape
-        if is_known(own):
+        if has_values(own):
             known, counts = np.unique(np.asarray(own), return_counts=True)
             repeated = known[(counts > 1) & (known < shape[0])]
             if repeated.size:
@@ -93,61 +93,19 @@ class TableRows(SparseLeaf):
                     f"indices must name each row once, got {repeated[0]} several times."
                 )
         order = jnp.argsort(own)
-        self._store(ascending_rows(own[order], given.values[order], shape))
+        self._indices, self.values = own[order], given.values[order]
+        self.dense_shape, self._summed = shape, True
 
-    def _store(self, rows: IndexedSlices) -> None:
-        self._rows, self.values, self.dense_shape = rows, rows.values, rows.dense_shape
-
-    @classmethod
-    def _of(cls, rows: IndexedSlices) -> Self:
-        self = object.__new__(cls)
-        self._store(rows)
-        return self
+    tree_flatten = stored_rows.flatten
+    tree_flatten_with_keys = stored_rows.flatten_with_keys
+    tree_unflatten = classmethod(stored_rows.unflatten)
+    __reduce__ = stored_rows.reduced
+    __repr__ = stored_rows.shown
 
     @property
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
-        return self._rows.indices
-
-    def with_values(self, values: jax.Array) -> Self:
-        """The same rows with other values, unchecked."""
-        return self._of(self._rows.with_values(values))
-
-    def __repr__(self) -> str:
-        return repr(self._rows).replace("IndexedSlices", "TableRows", 1)
-
-    def tree_flatten(self) -> tuple[tuple[Any, Any], tuple[int, ...]]:
-        """Children and static data."""
-        return self._rows.tree_flatten()
-
-    def tree_flatten_with_keys(self) -> tuple[Any, tuple[int, ...]]:
-        """Children with their names, and static data."""
-        return self._rows.tree_flatten_with_keys()
-
-    @classmethod
-    def tree_unflatten(cls, dense_shape: tuple[int, ...], children: Any) -> Self:
-        """As :meth:`IndexedSlices.tree_unflatten`."""
-        try:
-            return cls._of(IndexedSlices.tree_unflatten(dense_shape, children))
-        except RowSparseError:
-            raise RowSparseError(HINT) from None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return self._of, (self._rows,)
-
-
-def ascending(
-    indices: jax.Array, values: jax.Array, dense_shape: tuple[int, ...]
-) -> TableRows:
-    """From indices that ascend without repetition up to the padding; unchecked."""
-    return TableRows._of(ascending_rows(indices, values, dense_shape))
-
-
-def padded(leaf: SparseLeaf, length: int) -> SparseLeaf:
-    """The same rows with padding at their end, in the memory of the host."""
-    if isinstance(leaf, TableRows):
-        return TableRows._of(padded_rows(leaf._rows, length))
-    return padded_rows(leaf, length) if is_sparse(leaf) else leaf
+        return stored_rows.numbers(self)
 
 
 def positions(part: TableRows, ids: jax.Array) -> jax.Array:
@@ -168,7 +126,7 @@ def read_part(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     at, height = positions(part, ids), part.shape[0]
     missing = at == len(part.indices)
-    if is_known(missing):
+    if has_values(missing):
         absent = np.argwhere(missing & (ids < height))
         if len(absent):
             first = tuple(absent[0].tolist())

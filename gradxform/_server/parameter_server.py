@@ -10,7 +10,7 @@ from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 import jax
 import optax
 
-from gradxform._server.core import Core, Woken, of_one_process
+from gradxform._server.core import Woken
 from gradxform._server.records import (
     PushResult,
     ServerClosedError,
@@ -25,28 +25,15 @@ from gradxform._trees.types import Params, Rows
 
 
 class ThreadServer(Generic[Params]):
-    """The server of threads in one process.
+    """The server behind a transport to its workers.
 
-    The public class, in ``_ray``, is this one, and may also be an actor. It has the
-    text for users.
+    The public class, in ``_ray``, makes the transport, and has the text for users.
+
+    Args:
+      transport: to its workers, with its core.
     """
 
-    def __init__(
-        self,
-        params: Params,
-        tx: optax.GradientTransformation,
-        *,
-        donate: bool = True,
-        require_finite: bool = False,
-    ) -> None:
-        core = of_one_process(params, tx, donate=donate, require_finite=require_finite)
-        self._set_up(self._transport_of(core))
-
-    def _transport_of(self, core: Core) -> Transport:
-        """The transport to the workers of this server."""
-        return Transport(core)
-
-    def _set_up(self, transport: Transport) -> None:
+    def __init__(self, transport: Transport) -> None:
         self._transport, self._core = transport, transport.core
         self._turns = transport.turns
 

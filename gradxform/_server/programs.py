@@ -14,7 +14,7 @@ from jax.sharding import Sharding
 
 from gradxform._late.counters import dropped, outermost
 from gradxform._rows import boundary
-from gradxform._rows.table_rows import padded
+from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks
 from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for
@@ -64,14 +64,9 @@ class PushPrograms:
         self, tx: optax.GradientTransformation, specs: Specs, donate: bool
     ) -> None:
         self._tx, self._specs, self._donate = tx, specs, donate
-        self._params = {
-            path: (x.shape, sharding)
-            for (path, x), sharding in zip(
-                jax.tree.leaves_with_path(specs.types["params"]),
-                jax.tree.leaves(specs.shardings["params"]),
-                strict=True,
-            )
-        }
+        shardings = jax.tree.leaves(specs.shardings["params"])
+        everywhere = specs.placement.everywhere
+        self._sharding_of = maps.matching(specs.types["params"], shardings, everywhere)
         self._programs: dict[Signature, PushProgram] = {}
         self._compiling = threading.RLock()  # A signal handler may push, too.
 
@@ -137,13 +132,11 @@ class PushPrograms:
 
     def _shardings_of(self, tree: PyTree[Leaf], depth: int) -> Iterator[Sharding]:
         """A leaf like a parameter has its sharding; others are whole on each device."""
-        everywhere = self._specs.placement.everywhere
         for path, leaf in jax.tree.leaves_with_path(tree, is_leaf=maps.is_leaf):
-            if isinstance(leaf, SparseLeaf):
-                yield from [everywhere] * 2  # Values and indices.
-            elif maps.has_gradient(leaf):
-                shape, sharding = self._params.get(path[depth:], (None, None))
-                yield sharding if shape == np.shape(leaf) else everywhere
+            if maps.has_gradient(leaf):
+                # Of a sparse leaf the values and the indices.
+                arrays = 1 + isinstance(leaf, SparseLeaf)
+                yield from [self._sharding_of(path[depth:], leaf)] * arrays
 
 
 def prepare(

@@ -37,7 +37,7 @@ class RecoverableServer(ThreadServer[Any]):
         *,
         together: bool = False,
     ) -> None:
-        self._set_up(transport)
+        super().__init__(transport)
         self._core.takes = pushes
         self._store = None if checkpoint is None else Store(checkpoint, together)
         self._status: ServerStatus | None = None

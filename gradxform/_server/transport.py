@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradxform._rows.table_rows import TableRows, ascending
+from gradxform._rows.stored_rows import unchecked
+from gradxform._rows.table_rows import TableRows
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
@@ -58,7 +59,7 @@ class Transport:
         put = self.reader.placement.put
         if len(ids) != len(rows):
             rows = put(np.array(jax.device_get(rows)[: len(ids)]))
-        return ascending(put(ids), rows, self.tables.shapes[number])
+        return unchecked(TableRows, put(ids), rows, self.tables.shapes[number])
 
     def prepared(
         self, grads: Any, extra: dict[str, Any]

@@ -13,7 +13,7 @@ needs more: see ``_rows.boundary``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import jax
@@ -139,7 +139,7 @@ def described(tree: PyTree[Leaf]) -> PyTree[Any]:
     return map_leaves(whole, tree)
 
 
-def dtype_of(g: Gradient) -> np.dtype[np.generic]:
+def gradient_dtype(g: Gradient) -> np.dtype[np.generic]:
     """The dtype of a gradient's entries, for any kind of leaf."""
     return jnp.asarray(_stored(g)).dtype
 
@@ -202,6 +202,30 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     return map_with_path(value, tree)
 
 
+def matching(
+    params: PyTree[Param], values: Sequence[T], default: T
+) -> Callable[[Path, Leaf], T]:
+    """A function of a path and a leaf: the value of the parameter with this path.
+
+    A leaf of another shape, or without an array of its own, gets the default.
+
+    Args:
+      params: the parameters, or their descriptions.
+      values: one for each of them.
+      default: for all other leaves.
+    """
+    pairs = zip(jax.tree.leaves_with_path(params), values, strict=True)
+    known = {path: (p.shape, value) for (path, p), value in pairs}
+
+    def find(path: Path, x: Leaf) -> T:
+        if not has_gradient(x) or isinstance(x, SparseLeaf):
+            return default
+        shape, value = known.get(path, (None, default))
+        return value if shape == np.shape(x) else default
+
+    return find
+
+
 def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """The prefix tree; if a function was given, what it returns for ``tree``."""
     is_partial = isinstance(prefix, functools.partial)  # jax.tree_util's is a node too.
@@ -213,4 +237,4 @@ def prefix_of(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
 
 def cast_like(tree: optax.Updates, reference: PyTree[Gradient]) -> optax.Updates:
     """Each leaf in the dtype of its reference; ``None`` stays."""
-    return map_updates(lambda x, r: x.astype(dtype_of(r)), tree, reference)
+    return map_updates(lambda x, r: x.astype(gradient_dtype(r)), tree, reference)

@@ -50,15 +50,15 @@ class Terminated(SystemExit):
         super().__init__(128 + signal.SIGTERM)
 
 
-def server_options(job: Job) -> dict[str, Any]:
-    """The options of a job's server, besides parameters and transformation."""
-    return {"donate": job.donate, "require_finite": job.require_finite}
+class JobServer(RecoverableServer):
+    """The server of a job, if it is one process; also as an actor of Ray."""
 
-
-def server_here(job: Job, checkpoint: Checkpoint | None) -> RecoverableServer:
-    """A job's server in this process."""
-    core = of_one_process(job.params, job.tx, **server_options(job))
-    return RecoverableServer(Transport(core), checkpoint, job.pushes)
+    def __init__(
+        self, job: Job, checkpoint: Checkpoint | None, kind: type[Transport] = Transport
+    ) -> None:
+        how = {"donate": job.donate, "require_finite": job.require_finite}
+        core = of_one_process(job.params, job.tx, **how)
+        super().__init__(kind(core), checkpoint, job.pushes)
 
 
 class RunServer(Server, Protocol):

@@ -11,7 +11,7 @@ from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import Stopped, WorkerPool, server_here
+from gradxform.engines._pool import JobServer, Stopped, WorkerPool
 from gradxform.engines._work import GivenUpError, Gradient
 
 
@@ -53,7 +53,7 @@ def simulated(
     """
     given = Checkpoint.of(checkpoint)
     run = _Simulated(job)
-    with server_here(job, given) as server:
+    with JobServer(job, given) as server:
         run.begin(server)
         with contextlib.closing(run), ending(run, given):
             yield run

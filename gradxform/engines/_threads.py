@@ -16,7 +16,7 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform._trees import checks
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import LOOK, WorkerPool, server_here
+from gradxform.engines._pool import LOOK, JobServer, WorkerPool
 from gradxform.engines._work import Gradient
 
 logger = logging.getLogger("gradxform")
@@ -73,7 +73,7 @@ def threads(
     given = Checkpoint.of(checkpoint)
     checks.in_range("join_timeout", join_timeout, "[0, inf]")
     run = _Threads(job, join_timeout)
-    with server_here(job, given) as server:
+    with JobServer(job, given) as server:
         run.begin(server)
         with contextlib.closing(run), ending(run, given):
             yield run

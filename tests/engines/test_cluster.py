@@ -176,6 +176,14 @@ def test_options_with_which_a_run_would_not_work_are_refused(
     assert not notes.calls
 
 
+def test_what_is_no_worker_is_named_here_too(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", Notes())
+    job = make_job()._replace(workers=[lambda number: ()])
+    says = "worker 0 must be an engines.Worker"
+    with pytest.raises(TypeError, match=says), engines.ray(job):
+        pass
+
+
 def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
     now, asked = [0.0], []
 

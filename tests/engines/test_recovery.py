@@ -19,7 +19,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform.engines._pool import server_here
+from gradxform.engines._pool import JobServer
 
 
 def loss(params, x):
@@ -158,7 +158,7 @@ def test_no_checkpoint_follows_the_last_save(tmp_path):
     # Engines close their server right after it, so the test asks the server itself.
     job = make_job(9)
     checkpoint = engines.Checkpoint(str(tmp_path), every_steps=1, max_to_keep=None)
-    with server_here(job, checkpoint) as server:
+    with JobServer(job, checkpoint) as server:
         server.begin()
         for number in range(3):
             grads, seen = server.pull()

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform import engines
 from gradxform._ray.layout import Layout
 from gradxform._ray.messages import Part
 from gradxform._ray.process import Process, made
@@ -39,8 +40,8 @@ def params_of(height):
 class InParts(Transport):
     """A process of a server that is alone, and so has the parts of all."""
 
-    def __init__(self, *process):
-        self.process = Process(*process)
+    def __init__(self, params, layout, mesh, tx):
+        self.process = Process(engines.Job(params, tx, [], 1), layout, mesh)
         super().__init__(self.process.core)
 
     def read_newest(self, store):
@@ -207,7 +208,7 @@ def compiled(height, rows, tx):
     assert layout.cuts == (0,)
     mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
     params = lambda: {"table": jnp.zeros(table.shape)}  # noqa: E731
-    core = Process(params, layout, mesh, tx).core
+    core = Process(engines.Job(params, tx, [], 1), layout, mesh).core
     grads = Part(np.zeros(table.shape, np.float32), 0)
     if rows:
         values = np.zeros((rows, 64), np.float32)
