@@ -98,7 +98,7 @@ LINKS = {
     "rate": (gx.scale_by_learning_rate(0.5), {}, -0.5),
     "schedule": (gx.scale_by_learning_rate(lambda count: 0.5), {}, -0.5),
     "staleness": (gx.scale_by_staleness(), {"staleness": 2}, 0.5),
-    "worker": (gx.scale_by_worker([1.0, 0.5]), {"worker": 1}, 0.5),
+    "worker": (gx.contrib.scale_by_worker([1.0, 0.5]), {"worker": 1}, 0.5),
     "gate": (gx.drop_stale(gx.scale_by_learning_rate(0.5), 1), {"local_step": 0}, -0.5),
 }
 
