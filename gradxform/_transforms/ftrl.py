@@ -168,14 +168,13 @@ def ftrl(
         )
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
-    tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    clip = clipping.keras_clip(
+    return clipping.keras_clip(
+        optax.GradientTransformationExtraArgs(init_fn, update_fn),
         clipnorm=clipnorm,
         clipvalue=clipvalue,
         global_clipnorm=global_clipnorm,
         axis_name=axis_name,
     )
-    return optax.chain(*clip, tx) if clip else tx
 
 
 class _Numbers(NamedTuple):

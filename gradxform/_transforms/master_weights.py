@@ -150,7 +150,6 @@ def master_weights(
     checks.transformation("inner", inner)
     checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
     inner = optax.with_extra_args_support(inner)
-
     counts = residual_dtype != "int16"
     state_type = CountedMasterWeightsState if counts else MasterWeightsState
 
@@ -190,8 +189,7 @@ def master_weights(
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, wide)
             raise
-        count = state[2:]
-        threshold = half.even_threshold(*count) if counts else None
+        threshold = half.even_threshold(*state[2:]) if counts else None
         done: list[jax.Array] = []
 
         halves = maps.map_leaves(
@@ -204,7 +202,7 @@ def master_weights(
             reads=[params],
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
-        kept = residual, inner_state, *map(optax.safe_increment, count)
+        kept = residual, inner_state, *map(optax.safe_increment, state[2:])
         return updates, state_type(*kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -322,7 +322,9 @@ GATES = {
         1,
     ),
     "factors to 0": (
-        lambda: scaled(lambda x: gx.contrib.scale_by_worker(jnp.stack([x, x])), worker=1),
+        lambda: scaled(
+            lambda x: gx.contrib.scale_by_worker(jnp.stack([x, x])), worker=1
+        ),
         0,
     ),
     "sigmas to 0": (  # The third is the mean of the first two.
