@@ -18,6 +18,8 @@ import optax
 
 import gradxform as gx
 from gradxform._late.gate import gate_of
+from gradxform._trees.compilers import LARGE
+from gradxform._trees.norms import _SMALL
 
 
 def factory(name: str) -> Callable[..., Any]:
@@ -434,3 +436,19 @@ NO_ORIGINAL = {
     "round_stochastically": "the page on half precision compares it with torchao's",
     "skip_spikes": "the page on spikes compares it with OLMo-core and MaxText",
 }
+
+
+def thresholds() -> list[int]:
+    """Numbers of entries at which the package decides otherwise."""
+    defaults = inspect.signature(gx.low_bit_state).parameters
+    names = ("block_size", "min_size")
+    return sorted({LARGE, _SMALL, *(defaults[name].default for name in names)})
+
+
+def widths(length: int) -> list[int]:
+    """Widths of vectors: so many of them are just below, at and above a threshold.
+
+    One vector more, or less, lies on its other side.
+    """
+    middles = [n // length for n in thresholds()]
+    return sorted({n + d for n in middles for d in (-1, 0, 1) if n + d > 0})

@@ -7,7 +7,7 @@ arrays, and ``opaque`` hides the row numbers from these. ``rows`` reads and writ
 
 ``lookup`` reads tables so that their gradients are row-sparse, and ``readings`` finds
 what a loss reads. ``lazy`` lets any transformation work on the touched rows, and
-``by_row`` evaluates its update for them. ``densify`` makes arrays of the gradients.
+``by_row`` says what is special about them. ``densify`` makes arrays of the gradients.
 
 Imports ``_trees``.
 """

@@ -7,17 +7,19 @@ from typing import Any, NoReturn
 import jax
 import optax
 
-from gradxform._rows import boundary, by_row
+from gradxform._rows import boundary
+from gradxform._rows.by_row import Rows
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
+from gradxform._trees.slice_kinds import States
+from gradxform._trees.slices import MixedSlicesError
 from gradxform._trees.types import Leaf
 
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
 _NOT_BY_ROW = {
-    "AccumulateState": _SUM,
     "ApplyEvery": _SUM,
     "ConditionalAccumulatorState": _SUM,
     "MultiStepsState": _SUM,
@@ -66,11 +68,11 @@ def lazy(
         each row of a table, as that of ``optax.adafactor`` or :func:`novograd`; its
         rows cannot act alone, as those of ``optax.contrib.muon``; its update does more
         with rows than elementwise operations, sums and the like, products, reshapes and
-        ``cond``, has a NumPy array with a row for each of the table's, or is another
-        one for a table of more rows; it calls a function of the parameters, as a line
-        search does; or updates and parameters differ in structure or shape. The message
-        names the table, and the operation. A derivative of the update may raise it,
-        too: rules of ``jax.custom_jvp`` stay, and must act by the row as well.
+        ``cond``, or has a NumPy array with a row for each of the table's; it calls a
+        function of the parameters, as a line search does; or updates and parameters
+        differ in structure or shape. The message names the table, and the operation. A
+        derivative of the update may raise it, too: rules of ``jax.custom_jvp`` stay,
+        and must act by the row as well.
 
     References:
       ``tfa.optimizers.LazyAdam``, ``torch.optim.SparseAdam``.
@@ -90,7 +92,7 @@ def lazy(
     """
     checks.transformation("inner", inner)
     versions.before_tracing()
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return inner.init(maps.stored(params))
@@ -101,36 +103,32 @@ def lazy(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        extra = accepted_kwargs(inner, extra)
+        extra = accepted_kwargs(inner, extra, state)
         if not any(map(is_sparse, maps.leaves(updates))):
             return inner.update(updates, state, params, **extra)
         if params is not None:
             checks.same_shapes("updates", updates, "params", params)
         updates = boundary.entered(updates)
-        tables = by_row.ByRow.of(updates)
+        rows = Rows.of(updates)
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
         whole = maps.masked_like(updates, updates if params is None else params)
+        states = States(rows, rows.arrays(), inner.init, whole, _NOT_BY_ROW)
         try:
             # U_r, S_r ← inner(G_r, S_r, W_r)
-            new_updates, new_state = tables.run(
+            new_updates, new_state = rows.run(
                 lambda g, s, p, extra: inner.update(g, s, p, **extra),
                 (updates, state, params, extra),
-                (
-                    tables.higher(updates),
-                    tables.higher_state(inner.init, state, whole, _NOT_BY_ROW),
-                    None if params is None else tables.higher(params),
-                    {k: tables.higher(x) if k in like else x for k, x in extra.items()},
-                ),
+                states.of_step(updates, state, params, extra),
             )
             before: Any = maps.structure(state)
             if before != maps.structure(new_state):
-                raise by_row.MixedRowsError(
+                raise MixedSlicesError(
                     "its update returns a state of another structure, as that of "
                     "optax.monitor (use optax.snapshot)"
                 )
-        except by_row.MixedRowsError as error:
-            names = ", ".join(map(checks.path_name, tables.tables))
+        except MixedSlicesError as error:
+            names = ", ".join(map(checks.path_name, rows.tables))
             raise RowSparseError(
                 "gradxform.lazy runs its inner transformation on rows of the table "
                 f"{names}, but {error}. Give the table another optimizer, with "

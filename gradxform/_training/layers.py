@@ -8,52 +8,21 @@ it, and writes both back. So there is no array of the gradients of all layers.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+import difflib
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
-from gradxform._rows.by_row import (
-    Along,
-    ByRow,
-    Missing,
-    MixedRowsError,
-    Notes,
-    Place,
-    Program,
-    Table,
-)
-from gradxform._training import stacks
-from gradxform._trees import (
-    checks,
-    compilers,
-    constants,
-    dtypes,
-    host,
-    jaxprs,
-    maps,
-    versions,
-)
+from gradxform._training import passes, stacks
+from gradxform._training.by_layer import Numbered, Update
+from gradxform._trees import checks, dtypes, host, maps
+from gradxform._trees.slice_kinds import Whole
+from gradxform._trees.slices import MixedSlicesError, Source
 from gradxform._trees.types import Path
-
-if TYPE_CHECKING:
-    from jax.extend.core import Var
-
-# Arrays by the number of their leaf, or by their position.
-Numbered = dict[int, jax.Array]
-# What a layer gives to reductions of all layers.
-LayerParts = dict[Place, jax.Array]
-
-_LATER = (
-    "its update of a layer reads gradients of other parameters, which are known only "
-    "after the last layer"
-)
-_GONE = "its update of other leaves reads all layers"
 
 
 def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
@@ -67,10 +36,12 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
     for name in layers:
         inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
         if not inside:
-            known = ", ".join(repr(name) for _, name, _ in leaves)
+            close = difflib.get_close_matches(name, [x[1] for x in leaves], 3, 0)
+            known = ", ".join(map(repr, close))
+            more = f", and {len(leaves) - len(close)} more" if leaves[3:] else ""
             raise ValueError(
                 f"layers must name leaves of params, or trees of them, got {name!r}; "
-                f"there are {known}."
+                f"there are {known}{more}."
             )
         if not any(maps.has_gradient(p) for p, *_ in inside):
             raise ValueError(
@@ -102,7 +73,7 @@ def step(
     leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
     names = [path for path, _ in maps.leaves_with_path(learning)]
     for n, p in leaves.items():
-        if not _is_real(p):
+        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
             raise TypeError(
                 f"{dtypes.dtype_of(p)} at {checks.path_name(names[n])} has no "
                 "gradient: let trainable be False there."
@@ -114,316 +85,48 @@ def step(
 
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
     named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
-    loss = stacks.split(closed, list(leaves), named)
-    results, after, backward = _forward(loss, leaves)
-    tables = {
-        names[n]: Table(shape, rows + 1, None, axis, rows // loss.length)
+    loss = stacks.find_scan(closed, list(leaves), named)
+    results, whole, backward = passes.forward(loss, leaves)
+    source = Source(loss.length, 1, loss.length == 1)
+    arrays = {
+        names[n]: Whole(jnp.shape(leaves[n]), source, axis)
         for n, axis in loss.axes.items()
-        for shape in [jnp.shape(leaves[n])]
-        for rows in [shape[axis]]
     }
-    by = ByRow(tables, "layer", "stack")
-    update = _Update.of(tx, by, learning, params, state, extra_of(results[0]))
-    if two_passes:
-        update, after = update.after_first_pass(backward, after)
-    wholes, grads, _ = backward(update.wholes | after, update.of_layer)
-    params, state = host.put_back(update.of_others(wholes, grads), (params, state))
+    extra = extra_of(results[0])
+
+    def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
+        update = Update.of(tx, arrays, learning, params, state, extra)
+        given, last_pass = whole, backward
+        if two_passes:
+            update, given, known = update.after_first_pass(backward.run, whole)
+            last_pass = backward.after(known)
+        wholes, grads, _ = last_pass.run(update.wholes | given, update.of_layer)
+        return update.of_others(wholes, grads)
+
+    try:
+        new = updated(two_passes=two_passes)
+    except MixedSlicesError as error:
+        hint = (
+            "Leave them out of layers, or take a transformation whose update of a "
+            "layer reads only that layer and scalars."
+        )
+        if not two_passes and _is_taken(functools.partial(updated, two_passes=True)):
+            hint = (
+                "With two_passes=True a first backward pass computes what is missing."
+            )
+        more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
+        raise TypeError(
+            f"minimize(layers=...) cannot run this transformation: {error}. The layers "
+            f"are those of {min(map(checks.path_str, arrays))!r}{more}. {hint}"
+        ) from error.__cause__
+    params, state = host.put_back(new, (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
-# What is done with a layer:
-# (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
-_OfLayer = Callable[[jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]]
-# The backward pass:
-# (whole arrays, _OfLayer) -> whole arrays, gradients of all other leaves, what it gave
-_Backward = Callable[[Numbered, _OfLayer], tuple[Numbered, Numbered, LayerParts]]
-
-
-def _forward(
-    loss: stacks.Parts, leaves: Numbered
-) -> tuple[list[jax.Array], Numbered, _Backward]:
-    """The results of a loss, its stacks, which are as before, and its backward pass."""
-    axes, needed = loss.axes, loss.needed
-    num_consts, num_carry = versions.scan_lengths(loss.scan)
-    start = num_consts + num_carry  # Of the scanned inputs.
-
-    def before(dense: Numbered) -> tuple[Numbered, Numbered]:
-        env = loss.before(dense)
-        return _divided([env[x] for x in needed])
-
-    def env(values: Numbered) -> dict[Var, jax.Array]:
-        return {needed[k]: x for k, x in (fixed | values).items()}
-
-    dense = {n: p for n, p in leaves.items() if n not in axes}
-    values, pull_before, fixed = jax.vjp(before, dense, has_aux=True)
-    inputs = loss.inputs(env(values))
-
-    def layer(held: Any, x: Any) -> tuple[Any, Any]:
-        (carry, wholes), (i, scanned) = held, x
-        both = {
-            n: compilers.layer(wholes[n], i, loss.length, axis)
-            for n, axis in axes.items()
-        }
-        rows = {n: row for n, (row, _) in both.items()}
-        results = loss.layer(rows, [*inputs[:num_consts], *carry, *scanned])
-        wholes = {n: whole for n, (_, whole) in both.items()}
-        return (results[:num_carry], wholes), (carry, results[num_carry:])
-
-    each = jnp.arange(loss.length)
-    first = inputs[num_consts:start], {n: leaves[n] for n in axes}
-    (last, wholes), (carries, ys) = jax.lax.scan(
-        layer, first, (each, inputs[start:]), reverse=loss.is_reverse
-    )
-    made, whole_numbers = _divided([*last, *ys])
-
-    def after(made: Numbered, values: Numbered) -> tuple[jax.Array, list[jax.Array]]:
-        results = loss.after(env(values), whole_numbers | made)
-        return results[0], results
-
-    differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
-    (_, results), (of_made, of_values) = differentiated(made, values)
-
-    def backward(
-        wholes: Numbered, apply: _OfLayer
-    ) -> tuple[Numbered, Numbered, LayerParts]:
-        real, _ = _divided(inputs)
-
-        def layer(held: Any, x: Any) -> tuple[Any, Any]:
-            (wholes, sums, of_carry), (i, carry, scanned, of_ys) = held, x
-            given = [*inputs[:num_consts], *carry, *scanned]
-
-            def f(rows: Numbered, real: Numbered) -> Numbered:
-                merged = [real.get(k, x) for k, x in enumerate(given)]
-                return _divided(loss.layer(rows, merged))[0]
-
-            rows = {
-                n: host.layer(wholes[n], i, loss.length, axis)
-                for n, axis in axes.items()
-            }
-            _, pull = jax.vjp(f, rows, {k: given[k] for k in real})
-            of_rows, of_given = pull(of_carry | of_ys)
-            sums = {k: total + of_given[k] for k, total in sums.items()}
-            of_carry = {k: of_given[num_consts + k] for k in of_carry}
-            of_scanned = {k: g for k, g in of_given.items() if k >= start}
-            wholes, given_by = apply(i, wholes, of_rows)
-            return (wholes, sums, of_carry), (of_scanned, given_by)
-
-        sums = {
-            k: constants.zeros_of_type(jax.typeof(x))
-            for k, x in real.items()
-            if k < num_consts
-        }
-        of_last = {k: g for k, g in of_made.items() if k < num_carry}
-        of_ys = {k: g for k, g in of_made.items() if k >= num_carry}
-        (wholes, sums, of_first), (of_scanned, given_by) = jax.lax.scan(
-            layer,
-            (wholes, sums, of_last),
-            (each, carries, inputs[start:], of_ys),
-            reverse=not loss.is_reverse,
-        )
-        of_first = {num_consts + k: g for k, g in of_first.items()}
-        total = dict(of_values)
-        for k, g in (sums | of_first | of_scanned).items():
-            if (x := loss.scan.invars[k]) in needed:
-                total[needed.index(x)] += g
-        return wholes, pull_before(total)[0], given_by
-
-    return results, wholes, backward
-
-
-@dataclasses.dataclass(frozen=True)
-class _Update:
-    """A step that is traced: that of one layer, and that of all other leaves.
-
-    Numbers count the leaves of parameters, state, gradients and extra arguments.
-
-    Attributes:
-      by: the stacks.
-      program: the step, as a function of the leaves that have a gradient or layers.
-      leaves: all leaves.
-      given: the numbers of the program's arguments.
-      replaced: the numbers of its results, which are parameters and state.
-      along: the leaves that have layers.
-      first: the number of the first gradient.
-    """
-
-    by: ByRow
-    program: Program
-    leaves: list[Any]  # Arrays, numbers.
-    given: list[int]
-    replaced: list[int]
-    along: dict[int, Along]
-    first: int
-
-    @classmethod
-    def of(
-        cls,
-        tx: optax.GradientTransformation,
-        by: ByRow,
-        learning: optax.Params,
-        params: optax.Params,
-        state: optax.OptState,
-        extra: dict[str, object],
-    ) -> _Update:
-        """Traces the step of ``tx``."""
-
-        def whole(
-            params: optax.Params,
-            state: optax.OptState,
-            grads: optax.Updates,
-            extra: dict[str, object],
-        ) -> tuple[gate.Outcome, optax.OptState]:
-            return gate.step(tx, grads, state, params, extra, whole=True)
-
-        # Parameters stand for the gradients, which have their types.
-        args = params, state, learning, extra
-        leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
-        replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        with _explained(by):
-            like = {
-                k: by.higher(x) for k, x in extra.items() if maps.is_like(x, params)
-            }
-            higher = (
-                by.higher(params),
-                by.higher_state(tx.init, state, params, {}),
-                by.higher(learning),
-                extra | like,
-            )
-            found = by.found(leaves, maps.leaves(higher))
-            along = {n: x for n, x in enumerate(found) if x}
-            leaves = [
-                x
-                if n in along and host.has_layers(x, along[n].axis)
-                else host.brought(x)
-                for n, x in enumerate(leaves)
-            ]
-            args = jax.tree.unflatten(maps.structure(args), leaves)
-            grads = range(first, first + len(maps.leaves(learning)))
-            given = {n: x for n, x in enumerate(leaves) if n in along or n in grads}
-            given = {n: x for n, x in given.items() if maps.has_gradient(x)}
-            program = by.trace(whole, args, higher, given)
-            made = by.found(program.own.jaxpr.outvars, program.higher.jaxpr.outvars)
-            is_alike = program.structure == jax.tree.structure((params, state))
-            if not is_alike or made != [found[n] for n in replaced]:
-                raise MixedRowsError("its update returns a state of another structure")
-            if jaxprs.calls_host(program.own):
-                raise MixedRowsError(
-                    "its update has an io_callback, one call for a layer"
-                )
-        return cls(by, program, leaves, list(given), replaced, along, first)
-
-    @property
-    def wholes(self) -> Numbered:
-        """Parameters and state that have layers."""
-        return {n: self.leaves[n] for n in self.replaced if n in self.along}
-
-    def run(
-        self, by: ByRow, args: Numbered, reason: str
-    ) -> dict[int, jax.Array | Missing]:
-        """The results for some arguments; ``reason`` says why others are missing."""
-        missing = Missing(reason, is_given=True)
-        values = [args.get(n, missing) for n in self.given]
-        own, higher, _ = self.program
-        return dict(zip(self.replaced, by.results(own, higher, *values), strict=True))
-
-    def there(self, args: Numbered, reason: str, *, has_layers: bool) -> Numbered:
-        """New leaves that have layers, or those that have none."""
-        with _explained(self.by):
-            new = self.run(self.by, args, reason)
-            there: Numbered = {}
-            for n, x in new.items():
-                if (n in self.along) == has_layers:
-                    if isinstance(x, Missing):
-                        raise MixedRowsError(x.reason)
-                    there[n] = x
-        return there
-
-    def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
-        """The arguments of layer ``i``."""
-        args = {
-            n: host.layer(wholes.get(n, self.leaves[n]), i, x.table.layers, x.axis)
-            for n, x in self.along.items()
-        }
-        return args | self.gradients(grads)
-
-    def gradients(self, grads: Numbered) -> Numbered:
-        """As arguments."""
-        return {self.first + n: g for n, g in grads.items()}
-
-    def of_layer(
-        self, i: jax.Array, wholes: Numbered, grads: Numbered
-    ) -> tuple[Numbered, LayerParts]:
-        """With layer ``i`` after its step."""
-        args = self.rows(i, wholes, grads)
-        new = compilers.written(self.there(args, _LATER, has_layers=True))
-        wholes = {
-            n: host.with_layer(x, new[n], i, self.along[n].axis)
-            for n, x in wholes.items()
-        }
-        return wholes, {}
-
-    def of_others(
-        self, wholes: Numbered, grads: Numbered
-    ) -> tuple[optax.Params, optax.OptState]:
-        """New parameters and state, after all layers."""
-        new = self.there(self.gradients(grads), _GONE, has_layers=False) | wholes
-        leaves = [new[n] for n in self.replaced]
-        return jax.tree.unflatten(self.program.structure, leaves)
-
-    def after_first_pass(
-        self, backward: _Backward, stacks: Numbered
-    ) -> tuple[_Update, Numbered]:
-        """The same, with the results of the reductions of all gradients.
-
-        Also returns the stacks, which are as before.
-        """
-        notes = Notes()
-
-        def note(
-            i: jax.Array, wholes: Numbered, grads: Numbered
-        ) -> tuple[Numbered, LayerParts]:
-            nonlocal notes  # Another trace has other values.
-            notes = Notes()
-            by = self.by._replace(notes=notes, takes_notes=True)
-            self.run(by, self.rows(i, wholes, grads), _LATER)
-            same = {
-                n: compilers.layer(wholes[n], i, x.table.layers, x.axis)[1]
-                for n, x in self.along.items()
-                if n in stacks
-            }
-            parts = {place: part for place, (_, part) in notes.parts.items()}
-            return wholes | same, parts
-
-        with _explained(self.by):
-            wholes, grads, parts = backward(self.wholes | stacks, note)
-            known = self.by._replace(notes=notes.totals(parts))
-            noting = known._replace(takes_notes=True)
-            self.run(noting, self.gradients(grads), _GONE)
-        return dataclasses.replace(self, by=known), {n: wholes[n] for n in stacks}
-
-
-def _divided(values: Sequence[Any]) -> tuple[Numbered, Numbered]:
-    """Arrays that have a derivative, and others, by position; without None."""
-    there = {k: x for k, x in enumerate(values) if x is not None}
-    real = {k: x for k, x in there.items() if _is_real(x)}
-    return real, {k: x for k, x in there.items() if k not in real}
-
-
-def _is_real(x: Any) -> bool:  # An array, a number.
-    """Whether it has a derivative: integers have none."""
-    return jnp.issubdtype(dtypes.dtype_of(x), jnp.inexact)
-
-
-@contextlib.contextmanager
-def _explained(by: ByRow) -> Iterator[None]:
-    """Says of an update that layers cannot do alone what it does."""
+def _is_taken(updated: Callable[[], object]) -> bool:
+    """Whether an update can run in this way; nothing is computed."""
     try:
-        yield
-    except MixedRowsError as error:
-        names = ", ".join(map(checks.path_str, by.tables))
-        raise TypeError(
-            f"minimize(layers=...) runs the transformation layer by layer on {names}, "
-            f"but {error}. Leave them out of layers, or give them a transformation "
-            "whose update of a layer reads only that layer and scalars. With "
-            "two_passes=True it may also read a norm of all gradients."
-        ) from error.__cause__
+        jax.eval_shape(updated)
+    except MixedSlicesError:
+        return False
+    return True

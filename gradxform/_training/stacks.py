@@ -1,9 +1,10 @@
-"""The jaxpr of a loss in three parts: before, in and after the scan over its layers.
+"""Finds the scan that goes over stacks of layers, in the jaxpr of a loss.
 
 A stack is an input of the jaxpr, and every use of it is an equation. It may be cast,
-transposed or divided into groups of layers, and then one ``scan`` goes over it. A cast
-is repeated for each layer. So no other part of the loss needs the whole stack. If a
-``scan`` goes over groups, and another one inside of it over layers, a group is a layer.
+transposed or divided into groups of layers, and then one ``scan`` goes over it. These
+equations are evaluated again for each layer. So no other part of the loss needs the
+whole stack. If a ``scan`` goes over groups, and another one inside of it over layers, a
+group is a layer.
 """
 
 from __future__ import annotations
@@ -31,75 +32,77 @@ _BY_LAYER = versions.SAME_VALUES | {
     Op.TRANSPOSE,
 }
 
-_HOW = (
-    "{0!r} is one of layers, so one jax.lax.scan of the loss must go over it, and "
-    "nothing else may read it, but {1}. Read each layer inside of the scan, or leave "
-    "{0!r} out of layers."
+_REFUSED = (
+    "{0!r} is one of layers, but {1}. One jax.lax.scan of the loss must go over it, "
+    "and nothing else may read it. Read each layer inside of the scan, or leave {0!r} "
+    "out of layers."
 )
 
 
-class Stack(NamedTuple):
+class StackVariable(NamedTuple):
     """A variable that has the values of a stack.
 
     Attributes:
-      number: that of the stack.
-      path: its path.
-      made_by: the equations that made the variable of it, one after another.
+      number: that of the stack among the leaves.
+      path: the path of the stack.
+      equations: they make the variable of the stack, one after another.
     """
 
     number: int
     path: str
-    made_by: tuple[JaxprEqn, ...] = ()
+    equations: tuple[JaxprEqn, ...] = ()
 
-    def axes(self) -> list[int]:
+    def axes(self, length: int) -> list[int]:
         """The axis of the layers in the stack, then in each equation's result.
 
-        In the last result, the variable, it is the first axis.
+        In the last result, the variable, it is the first axis. ``length`` is the number
+        of layers.
         """
         axes = [0]
-        for eqn in reversed(self.made_by):
+        for eqn in reversed(self.equations):
             axis: int | None = axes[0]
             if eqn.primitive.name == Op.TRANSPOSE:
                 axis = eqn.params["permutation"][axis]
             elif eqn.primitive.name == Op.RESHAPE:
-                axis = _divided(eqn, axes[0])
+                axis = _axis_before_reshape(eqn, axes[0], length)
             if axis is None:
                 self.refuse(f"it is used by {jaxprs.place(eqn)}")
             axes.insert(0, axis)
         return axes
 
-    def layer(self, rows: jax.Array) -> jax.Array:
-        """A layer of the variable, from its rows of the stack."""
-        for eqn, axis in zip(self.made_by, self.axes()[1:], strict=True):
+    def layer(self, part: jax.Array, length: int) -> jax.Array:
+        """A layer of the variable, from the layer's part of the stack."""
+        for eqn, axis in zip(self.equations, self.axes(length)[1:], strict=True):
             params = eqn.params
             if eqn.primitive.name == Op.RESHAPE:
-                sizes = params["new_sizes"]
-                params = params | {"new_sizes": (*sizes[:axis], 1, *sizes[axis + 1 :])}
-            (rows,) = versions.evaluate(eqn.replace(params=params), [rows])
-        return jnp.squeeze(rows, 0)
+                sizes = list(params["new_sizes"])
+                sizes[axis] //= length
+                params = params | {"new_sizes": tuple(sizes)}
+            (part,) = versions.evaluate(eqn.replace(params=params), [part])
+        return jnp.squeeze(part, 0)
 
-    def refuse(self, how: str) -> NoReturn:
-        raise ValueError(_HOW.format(self.path, how))
+    def refuse(self, reason: str) -> NoReturn:
+        raise ValueError(_REFUSED.format(self.path, reason))
 
 
-class Parts(NamedTuple):
-    """The parts of a loss. A list of values has those of a list of variables.
+class ScannedLoss(NamedTuple):
+    """The jaxpr of a loss, whose equations stand before, in and after a scan.
 
     Attributes:
-      closed: the jaxpr, of stacks and of other arrays.
-      numbers: those of its inputs.
+      closed: the jaxpr, of stacks and of other leaves.
+      numbers: the number of the leaf that each of its inputs is.
       stacks: the variables that have the values of stacks.
-      at: the position of the scan among its equations.
+      position: that of the scan among the equations.
     """
 
     closed: ClosedJaxpr
     numbers: list[int]
-    stacks: dict[Var, Stack]
-    at: int
+    stacks: dict[Var, StackVariable]
+    position: int
 
     @property
     def scan(self) -> JaxprEqn:
-        return self.closed.jaxpr.eqns[self.at]
+        return self.closed.jaxpr.eqns[self.position]
 
     @property
     def length(self) -> int:
@@ -112,18 +115,45 @@ class Parts(NamedTuple):
         return self.scan.params["reverse"]
 
     @property
-    def scanned(self) -> list[Stack | None]:
+    def scanned_stacks(self) -> list[StackVariable | None]:
         """The stack of each input of the scan; None for an input that is no stack."""
         atoms = self.scan.invars
-        return [self.stacks.get(x) if _is_variable(x) else None for x in atoms]
+        return [self.stacks.get(x) if is_variable(x) else None for x in atoms]
 
     @property
     def axes(self) -> dict[int, int]:
         """The axis of the layers of each stack, by its number."""
-        return {stack.number: stack.axes()[0] for stack in self.scanned if stack}
+        stacks = filter(None, self.scanned_stacks)
+        return {stack.number: stack.axes(self.length)[0] for stack in stacks}
 
-    def inputs(self, env: Mapping[Var, jax.Array]) -> list[jax.Array | None]:
-        """The inputs of the scan; None for stacks."""
+    @property
+    def read_later(self) -> list[Var]:
+        """The variables before the scan that it or a later equation reads.
+
+        Those of stacks are left out.
+        """
+        jaxpr = self.closed.jaxpr
+        later = jaxpr.eqns[self.position :]
+        read = [x for eqn in later for x in eqn.invars] + [*jaxpr.outvars]
+        computed_later = {x for eqn in later for x in eqn.outvars}
+        return [
+            x
+            for x in dict.fromkeys(filter(is_variable, read))
+            if x not in computed_later and x not in self.stacks
+        ]
+
+    def values_before(self, leaves: Mapping[int, jax.Array]) -> list[jax.Array]:
+        """The values of the variables in :attr:`read_later`."""
+        jaxpr = self.closed.jaxpr
+        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        inputs = zip(self.numbers, jaxpr.invars, strict=True)
+        env |= {x: leaves[n] for n, x in inputs if n in leaves}
+        self._evaluate(env, jaxpr.eqns[: self.position])
+        return [env[x] for x in self.read_later]
+
+    def scan_inputs(self, before: Sequence[jax.Array]) -> list[jax.Array | None]:
+        """The inputs of the scan, from the values before it; None for stacks."""
+        env = dict(zip(self.read_later, before, strict=True))
         values = jaxprs.read({**dict.fromkeys(self.stacks), **env}, self.scan.invars)
         types: list[Any] = [x.aval for x in self.scan.invars]
         return [
@@ -131,60 +161,45 @@ class Parts(NamedTuple):
             for x, t in zip(values, types, strict=True)
         ]
 
-    @property
-    def needed(self) -> list[Var]:
-        """What the scan and later equations need of the variables before them."""
-        jaxpr = self.closed.jaxpr
-        later = jaxpr.eqns[self.at :]
-        read = [x for eqn in later for x in eqn.invars] + [*jaxpr.outvars]
-        made = {x for eqn in later for x in eqn.outvars}
-        return [
-            x
-            for x in dict.fromkeys(filter(_is_variable, read))
-            if x not in made and x not in self.stacks
-        ]
-
-    def before(self, arrays: Mapping[int, jax.Array]) -> dict[Var, jax.Array]:
-        """The values of variables before the scan; ``arrays`` are those by number."""
-        jaxpr = self.closed.jaxpr
-        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
-        inputs = zip(self.numbers, jaxpr.invars, strict=True)
-        env |= {x: arrays[n] for n, x in inputs if n in arrays}
-        return self._advanced(env, jaxpr.eqns[: self.at])
-
-    def after(
-        self, env: Mapping[Var, jax.Array], results: Mapping[int, jax.Array]
+    def with_layers(
+        self, inputs: Sequence[Any], parts: Mapping[int, jax.Array]
     ) -> list[jax.Array]:
-        """The results of the loss, from those of the scan and variables before it."""
-        env = {**env, **{self.scan.outvars[k]: x for k, x in results.items()}}
-        env = self._advanced(env, self.closed.jaxpr.eqns[self.at + 1 :])
-        return jaxprs.read(env, self.closed.jaxpr.outvars)
+        """Inputs of the scan's body, with layers in the place of None.
 
-    def _advanced(
-        self, env: dict[Var, jax.Array], eqns: Sequence[JaxprEqn]
-    ) -> dict[Var, jax.Array]:
-        """With the results of equations, but of those that only give whole stacks."""
-        eqns = [x for x in eqns if self.stacks.keys().isdisjoint(x.outvars)]
-        jaxprs.advance(eqns, env)
-        return env
-
-    def layer(
-        self, rows: Mapping[int, jax.Array], inputs: Sequence[jax.Array | None]
-    ) -> list[jax.Array]:
-        """The results of one layer: its carry, and what it gives further.
-
-        ``inputs`` are those of the scan's body, and None for layers of stacks.
+        ``parts`` has each stack's part for this layer, by the number of the stack.
         """
-        body = self.scan.params["jaxpr"]
-        inputs = [
-            x if stack is None else stack.layer(rows[stack.number])
-            for stack, x in zip(self.scanned, inputs, strict=True)
+        return [
+            x if stack is None else stack.layer(parts[stack.number], self.length)
+            for stack, x in zip(self.scanned_stacks, inputs, strict=True)
         ]
+
+    def layer_results(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
+        """The results of the scan's body: the carry, and what it gives further."""
+        body = self.scan.params["jaxpr"]
         return jaxprs.run(body.jaxpr, [*body.consts, *inputs])
 
+    def loss_results(
+        self, before: Sequence[jax.Array], results: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The results of the loss, from values before the scan and its results."""
+        env = dict(zip(self.read_later, before, strict=True))
+        env |= zip(self.scan.outvars, results, strict=True)
+        self._evaluate(env, self.closed.jaxpr.eqns[self.position + 1 :])
+        return jaxprs.read(env, self.closed.jaxpr.outvars)
 
-def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> Parts:
-    """The parts of a loss of inputs with these numbers; ``paths`` are of its stacks.
+    def _evaluate(self, env: dict[Var, jax.Array], eqns: Sequence[JaxprEqn]) -> None:
+        """Adds the results of equations, but of those that only give whole stacks."""
+        eqns = [x for x in eqns if self.stacks.keys().isdisjoint(x.outvars)]
+        jaxprs.advance(eqns, env)
+
+
+def find_scan(
+    closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]
+) -> ScannedLoss:
+    """The scan of a loss over its stacks.
+
+    ``numbers`` are those of the leaves that are its inputs, and ``paths`` has a path
+    for the number of each stack.
 
     Raises:
       ValueError: a stack is read in another way than by one scan, the same for all.
@@ -192,61 +207,63 @@ def split(closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]) -> 
     closed = jaxprs.inlined(closed)
     jaxpr = closed.jaxpr
     inputs = zip(numbers, jaxpr.invars, strict=True)
-    stacks = {x: Stack(n, paths[n]) for n, x in inputs if n in paths}
+    stacks = {x: StackVariable(n, paths[n]) for n, x in inputs if n in paths}
     # For each stack, the position of its scan, and which axis it goes over.
     scans: dict[int, tuple[int, int]] = {}
-    for at, eqn in enumerate(jaxpr.eqns):
-        read = dict.fromkeys(filter(_is_variable, eqn.invars))
+    for position, eqn in enumerate(jaxpr.eqns):
+        read = dict.fromkeys(filter(is_variable, eqn.invars))
         for x in filter(stacks.__contains__, read):
             stack = stacks[x]
             if eqn.primitive.name in _BY_LAYER:
-                made_by = *stack.made_by, eqn
-                stacks[eqn.outvars[0]] = stack._replace(made_by=made_by)
+                equations = *stack.equations, eqn
+                stacks[eqn.outvars[0]] = stack._replace(equations=equations)
                 continue
             is_scan = eqn.primitive.name == Op.SCAN
             if not is_scan or x in eqn.invars[: sum(versions.scan_lengths(eqn))]:
                 stack.refuse(f"it is used by {jaxprs.place(eqn)}")
-            place = at, stack.axes()[0]
-            if scans.setdefault(stack.number, place) != place:
-                stack.refuse(f"a second one does, {jaxprs.place(eqn)}")
-    for x in filter(_is_variable, jaxpr.outvars):
+            over = position, stack.axes(eqn.params["length"])[0]
+            if scans.setdefault(stack.number, over) != over:
+                stack.refuse(f"a second scan goes over it, {jaxprs.place(eqn)}")
+    for x in filter(is_variable, jaxpr.outvars):
         if x in stacks:
             stacks[x].refuse("the loss returns it")
-    for i, path in paths.items():
-        if i not in scans:
-            Stack(i, path).refuse("none does")
-    first, *_ = paths.items()
-    at, _ = scans[first[0]]
-    for i, path in paths.items():
-        if scans[i][0] != at:
-            its, other = (jaxprs.place(jaxpr.eqns[n]) for n in (scans[i][0], at))
-            how = f"{its} goes over it, and {other} over {first[1]!r}, so one call"
-            Stack(i, path).refuse(f"{how} cannot have both as layers")
+    for n, path in paths.items():
+        if n not in scans:
+            StackVariable(n, path).refuse("no scan goes over it")
+    first = StackVariable(*next(iter(paths.items())))
+    position, _ = scans[first.number]
+    for n, path in paths.items():
+        if scans[n][0] != position:
+            its, other = (jaxprs.place(jaxpr.eqns[k]) for k in (scans[n][0], position))
+            how = f"{its} goes over it, and {other} over {first.path!r}, so one call"
+            StackVariable(n, path).refuse(f"{how} cannot have both as layers")
     for n, x in zip(numbers, jaxpr.invars, strict=True):
         aval: Any = x.aval
         if n in paths and (over := aval.sharding.spec[scans[n][1]]):
-            Stack(n, paths[n]).refuse(f"its layers are sharded over {over!r}")
-    if not jaxpr.eqns[at].params["length"]:
-        Stack(*first).refuse("it has no layer")
-    if jaxprs.calls_host(jaxpr.eqns[at]):
+            StackVariable(n, paths[n]).refuse(f"its layers are sharded over {over!r}")
+    scan = jaxpr.eqns[position]
+    if not scan.params["length"]:
+        first.refuse("it has no layer")
+    if jaxprs.calls_host(scan):
         # The backward pass would get another result than the forward pass.
-        its = jaxprs.place(jaxpr.eqns[at])
-        Stack(*first).refuse(f"{its} has an io_callback, which would be called twice")
-    return Parts(closed, numbers, stacks, at)
+        its = jaxprs.place(scan)
+        first.refuse(f"{its} has an io_callback, which would be called twice")
+    return ScannedLoss(closed, numbers, stacks, position)
 
 
-def _divided(eqn: JaxprEqn, axis: int) -> int | None:
-    """The axis of the input whose equal parts lie along an axis of a ``reshape``."""
+def _axis_before_reshape(eqn: JaxprEqn, axis: int, length: int) -> int | None:
+    """The axis of the input of a ``reshape`` that has the same ``length`` equal parts.
+
+    They lie along ``axis`` of the result. None if they are no parts of the input.
+    """
     types: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
-    shape, made = (x.shape for x in types)
-    in_front = math.prod(made[:axis])
-    for before in reversed(range(len(shape))):
-        if math.prod(shape[:before]) == in_front and not shape[before] % max(
-            made[axis], 1
-        ):
+    given, made = (x.shape for x in types)
+    for before, size in enumerate(given):
+        in_front = math.prod(given[:before]) == math.prod(made[:axis])
+        if in_front and not size % max(length, 1):
             return before
     return None
 
 
-def _is_variable(x: Var | Literal) -> TypeGuard[Var]:
+def is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")

@@ -11,6 +11,7 @@ import optax
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.compilers import after, narrow
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
@@ -271,7 +272,7 @@ def _clip_with_sums(
     axis_name: AxisName,
     stacked_axes: StackedAxes,
 ) -> optax.GradientTransformationExtraArgs:
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> _States:
         clip_state = optax.EmptyState() if by_layer else _no_norm(params)

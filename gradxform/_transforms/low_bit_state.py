@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -13,9 +14,9 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, dtypes, maps
+from gradxform._trees import checks, constants, dtypes, maps, mesh
 from gradxform._trees.compilers import apart
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree, T
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
@@ -91,9 +92,11 @@ def low_bit_state(
 
     Each array is divided into blocks along its last axis but one, or, if
     ``block_axis=-1`` or if it has only one, along the last. An array of two axes is
-    divided along the last one, too, if only the first one has fewer than ``block_size``
-    entries. The vectors of stacked layers are such an array. A block has one scale
-    :math:`m = \max \lvert s \rvert`, and for each entry ``s`` a code of 8 bits:
+    divided along the last one, too, if the first one has fewer than 4 times
+    ``block_size`` entries, and the last one at least 8. The vectors of stacked layers
+    are such an array. If there are more layers, :func:`minimize` with ``layers`` needs
+    ``block_axis=-1``. A block has one scale :math:`m = \max \lvert s \rvert`, and for
+    each entry ``s`` a code of 8 bits:
 
     .. math:: c = \begin{cases}
           round(255 \cdot (s / m)^{1/4}) & \text{if no entry of the block is negative}
@@ -124,7 +127,9 @@ def low_bit_state(
     shapes on every mesh and under ``jit``, and its checkpoint fits any number of
     devices. Codes lie where the array would lie. If the number of blocks can be divided
     among the devices along that axis, each has its own scales, else all of them. In
-    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too.
+    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too. Under
+    ``jax.jit`` the arrays of a new state are encoded one after another, so there is
+    room for one of them in floating point, not for all.
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
@@ -157,15 +162,15 @@ def low_bit_state(
       Gonzalez Ortiz et al., `FlashOptim <https://arxiv.org/abs/2602.23349>`__, 2026.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
-    >>> params = {"w": jnp.zeros((256, 128)), "b": jnp.zeros(128)}
+    >>> params = {"w": jnp.zeros((512, 128)), "b": jnp.zeros(128)}
     >>> tx = gx.low_bit_state(optax.trace(0.9))
-    >>> grads = {"w": jnp.full((256, 128), 2.0), "b": jnp.ones(128)}
+    >>> grads = {"w": jnp.full((512, 128), 2.0), "b": jnp.ones(128)}
     >>> updates, state = tx.update(grads, tx.init(params), params)
     >>> trace = state.inner_state.trace
     >>> trace["w"].dtype, trace["b"].dtype
     (dtype('int8'), dtype('float32'))
     >>> [scales.shape for scales in jax.tree.leaves(state.scales)]
-    [(2, 128)]
+    [(4, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
     checks.transformation("inner", inner)
@@ -173,7 +178,7 @@ def low_bit_state(
     block_size = checks.length("block_size", block_size, f"[{_SHORTEST}, 65536]")
     min_size = checks.length("min_size", min_size, checks.COUNTS)
     checks.length("block_axis", block_axis, "[-2, -1]")
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
@@ -186,19 +191,29 @@ def low_bit_state(
         names = map(checks.path_str, paths)
         whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
+        # With an argument in it, `jit` knows the devices.
+        last = constants.zero(params, jnp.float32)
+
         def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
+            nonlocal last
             if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
                 return x, x
             shape = np.shape(x)
             axis = max(len(shape) + block_axis, 0)
-            if len(shape) == 2 and shape[0] < block_size <= shape[1]:
+            if len(shape) == 2 and shape[0] < 4 * block_size and shape[1] >= _SHORTEST:
                 axis = 1  # A row, perhaps a layer, has blocks of its own.
             small = np.size(x) < min_size or shape[axis:] < (_SHORTEST,)
             is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
             if whole or not is_real or is_kept(name):
                 return optax.MaskedNode(), x
             x = jnp.asarray(x)
-            return _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
+            is_manual = jax.typeof(x).sharding.mesh.manual_axes  # Axes may differ.
+            if isinstance(x, jax.core.Tracer) and not is_manual:
+                # Otherwise the compiler for CPU makes all arrays in floating point
+                # before it encodes one: 1 N. A barrier around `x` does not change that.
+                x = jnp.where(constants.never(jnp.sum(last)), 1, x)
+            last, codes = _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
+            return last, codes
 
         entries = zip(names, maps.leaves(state), whole, strict=True)
         return _state(maps.structure(state), [encoded(*entry) for entry in entries])
@@ -210,7 +225,7 @@ def low_bit_state(
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
         checks.own_kind(state, LowBitState)
-        extra = accepted_kwargs(inner, extra)
+        extra = accepted_kwargs(inner, extra, state)
         if hasattr(state.scales, "dtype"):  # There are no parameters.
             updates, new = inner.update(updates, state.inner_state, params, **extra)
             return updates, LowBitState(state.scales, new)
@@ -261,12 +276,12 @@ def _again(scales: _Scales, old: Any, x: Any) -> tuple[_Scales, Leaf]:  # Any le
 
 def _encoded(x: jax.Array, axis: int, n: int, dtype: Any) -> _Encoded:
     """A scale for each of ``n`` blocks, in a dtype, and 8 bits for each entry."""
+    encode = functools.partial(_encode, axis=axis, n=n, dtype=dtype)
     there = jax.typeof(x).sharding
     spec = [*there.spec, *[None] * (x.ndim - len(there.spec))]
-    if n % (x.shape[axis] // there.shard_shape(x.shape)[axis]):
+    if n % math.prod(there.mesh.shape[name] for name in mesh.axes_of([spec[axis]])):
         spec[axis] = None  # A block is on several devices.
-    places = there.update(spec=P(*spec)), there
-    return _placed(functools.partial(_encode, axis=axis, n=n, dtype=dtype), places)(x)
+    return _placed(encode, (there.update(spec=P(*spec)), there))(x)
 
 
 def _decoded(scales: _Scales, codes: Any) -> Any:  # Any leaf.

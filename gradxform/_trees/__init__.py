@@ -15,6 +15,8 @@ device, so a transformation need not know about the kinds.
 - ``host``: arrays in the host's memory: ``on_host``, and how a step gets at them.
 - ``placeholders``: whose state a leaf of a state is, as ``init`` shows it.
 - ``jaxprs``: reads jaxprs, evaluates one by a rule for its equations.
+- ``slices``: evaluates a jaxpr for some slices of arrays, as rows or layers, by the
+  table in ``slice_rules``. ``slice_kinds`` says which leaves have them.
 - ``extra_args``: which extra arguments a transformation takes.
 - ``norms``: sums of squares of layers, rows and whole trees in one pass.
 - ``stateless``: a transformation from a function of its updates.

@@ -29,6 +29,10 @@ from gradxform._trees.types import (
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
+# How far a schedule may miss a number: the end of its range, or an integer. Compilers
+# make n · (1 / n) of n / n, with an error of 2^-24. So a schedule through numbers up to
+# 128 misses its end by at most this. Its own end may be 0, and says nothing about that.
+ROUNDING = 2.0**-17
 
 
 def scalar(name: str, value: Any, *, integer: bool = False) -> None:  # Of any type.
@@ -50,10 +54,11 @@ def in_range(
 ) -> Any:  # Any kind of number.
     """A real scalar inside ``interval``, such as ``"[0, 1)"``; a traced value passes.
 
-    A number outside by a rounding comes back as the end, see :func:`to_end`. A complex
-    number without an imaginary part is real, see :func:`real`. An int that
-    no int32 holds comes back as a float, which JAX takes. With ``integer`` it has to be
-    an integer, traced or not.
+    A number in a JAX array may come from a schedule. So it may be the end of the range,
+    and outside by a rounding it becomes that end, see :func:`to_end`. Any other number
+    is what a person wrote. A complex number without an imaginary part is real, see
+    :func:`real`. An int that no int32 holds comes back as a float, which JAX takes.
+    With ``integer`` it has to be an integer, traced or not.
 
     Raises:
       TypeError: ``value`` is not a real scalar, or not an integer one.
@@ -63,7 +68,11 @@ def in_range(
     if integer:
         scalar(name, value, integer=True)
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    value = to_end(real(value), low, high)
+    has_low, has_high = interval.startswith("["), interval.endswith("]")
+    value = real(value)
+    if isinstance(value, jax.Array):
+        value = to_end(value, low, high)
+        has_low, has_high = has_low or low > -math.inf, has_high or high < math.inf
     if isinstance(value, jax.core.Tracer):
         return value
     given = value
@@ -76,10 +85,11 @@ def in_range(
     if array.shape or not is_real(array):
         raise TypeError(f"{name} must be a real scalar in {interval}, got {value!r}.")
     number = array.item()
-    if jnp.issubdtype(array.dtype, jnp.floating):
-        low, high = (_as_stored(end, array.dtype) for end in (low, high))
-    above = low < number if interval.startswith("(") else low <= number
-    below = number < high if interval.endswith(")") else number <= high
+    if jnp.issubdtype(array.dtype, jnp.floating):  # An end is rounded as the number is.
+        with np.errstate(over="ignore"):
+            low, high = (float(np.asarray(end, array.dtype)) for end in (low, high))
+    above = low <= number if has_low else low < number
+    below = number <= high if has_high else number < high
     if not (above and below):  # NaN compares false with everything and ends here.
         shown = given if type(given) is int else number
         raise ValueError(f"{name} must be in {interval}, got {shown!r}.")
@@ -91,37 +101,17 @@ def in_range(
 
 def to_end(value: Any, low: float, high: float) -> Any:  # As `in_range`.
     """The end of a range that a number misses by a rounding; any other as it is."""
-    x, own = _numbers(value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(dtypes.dtype_of(value), jnp.floating):
         return value
-    low, high = (_as_stored(end, x.dtype) for end in (low, high))
-    most = _rounding(x.dtype)
-    below, above = (x < low) & (x >= low - most), (x > high) & (x <= high + most)
-    if own is np and not np.any(below | above):
+    traced = isinstance(value, jax.core.Tracer)
+    x, own = (value, jnp) if traced else (np.asarray(value), np)
+    eps = float(jnp.finfo(x.dtype).eps)  # An end such as 1/3 is rounded itself.
+    below = (x < low) & (x >= low - ROUNDING - eps * abs(low))
+    above = (x > high) & (x <= high + ROUNDING + eps * abs(high))
+    if not (traced or np.any(below | above)):
         return value
     x = own.where(below, low, own.where(above, high, x)).astype(x.dtype)
-    return x.item() if isinstance(value, float) else x
-
-
-def _numbers(value: Any) -> tuple[Any, Any]:  # As `in_range`.
-    """A value as an array, and the module that calculates with it."""
-    traced = isinstance(value, jax.core.Tracer)
-    return (value, jnp) if traced else (np.asarray(value), np)
-
-
-def _as_stored(number: float, dtype: Any) -> float:  # A dtype of NumPy or of JAX.
-    with np.errstate(over="ignore"):
-        return float(np.asarray(number, dtype))
-
-
-def _rounding(dtype: Any) -> float:  # As `_as_stored`.
-    """How far a schedule in this dtype may miss an end, which may be 0, or an integer.
-
-    Compilers make n · (1 / n) of n / n, with an error of half an eps. So a schedule
-    through numbers up to 128 misses its end by at most this. JAX calculates in float32
-    before it rounds to half precision.
-    """
-    return 64 * min(float(jnp.finfo(kind).eps) for kind in (dtype, jnp.float32))
+    return x
 
 
 def is_real(value: object) -> bool:
@@ -152,11 +142,12 @@ def whole(value: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
 
     Its own size counts, too: 1,000 may be missed by 1,000 times as much as 1.
     """
-    x, own = _numbers(value)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
+    if not jnp.issubdtype(dtypes.dtype_of(value), jnp.floating):
         return value
+    traced = isinstance(value, jax.core.Tracer)
+    x, own = (value, jnp) if traced else (np.asarray(value), np)
     nearest = own.round(x)
-    most = _rounding(x.dtype) * own.maximum(1, abs(nearest))
+    most = ROUNDING * own.maximum(1, abs(nearest))
     is_missed = (nearest + most >= x) & (x + most >= nearest)  # No inf - inf.
     return own.where(is_missed, nearest, x)
 

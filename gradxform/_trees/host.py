@@ -43,7 +43,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     be made on CPU and moved by ``jax.device_put``.
 
     Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
-    after the first step, and compiles the second one again.
+    after the first step, and compiles the second one again. On a mesh of automatic axes
+    give this ``jax.jit`` its ``out_shardings``. Otherwise zeros of optax are on one
+    device, and the next step raises an error; the page on larger models shows how.
 
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
     and return them in the same order. JAX pairs donated buffers with results by shape
@@ -59,7 +61,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         ``jax.ShapeDtypeStruct`` with shardings, for a checkpoint.
       min_size: how many entries an array must have to be moved, ≥ 1. The entries on all
         devices count. Smaller arrays stay. So do arrays of 8 bits, because the compiler
-        for TPU takes no layer of them from the host.
+        for TPU takes no layer of them from the host, and typed keys of ``jax.random``,
+        because JAX gives no new key there. An array in that memory is not copied.
 
     Returns:
       The same tree. Shapes, dtypes and shardings stay, but for the kind of memory.
@@ -92,7 +95,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
 
     def move(path: Path, x: Any) -> Any:  # Any leaf.
         nonlocal last
-        if np.size(x) < min_size or dtypes.dtype_of(x).itemsize == 1:
+        dtype = dtypes.dtype_of(x)
+        is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
+        if np.size(x) < min_size or dtype.itemsize == 1 or is_key or is_there(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             if x.sharding is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,26 +15,23 @@ from gradxform._trees.versions import Op
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-# (name of the operation, inputs, equation, those of other jaxprs) -> results, or None
-Rule: TypeAlias = Callable[..., Sequence[Any] | None]
+# (name of the operation, inputs, equation) -> results, or None
+Rule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
 
 # Results that are no arrays yet.
 _CONSTANT = int, float, complex, np.generic, np.ndarray
 
 
-def run(
-    jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None, *others: Jaxpr
-) -> list[Any]:
+def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any]:
     """The results of a jaxpr.
 
-    ``rule(name, inputs, eqn, ...)`` gives those of an equation, by the name of its
-    operation. If it returns None, the equation is evaluated as it is. It also gets the
-    equations at this place of ``others``, jaxprs of the same operations.
+    ``rule(name, inputs, eqn)`` gives those of an equation, by the name of its
+    operation. If it returns None, the equation is evaluated as it is.
 
     ``args`` are constants and then inputs, of any kind that the rule takes.
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
-    advance(jaxpr.eqns, env, rule, *(x.eqns for x in others))
+    advance(jaxpr.eqns, env, rule)
     types: list[Any] = [x.aval for x in jaxpr.outvars]
     return [
         jnp.asarray(x, None if t.weak_type else t.dtype)
@@ -46,15 +42,12 @@ def run(
 
 
 def advance(
-    eqns: Sequence[JaxprEqn],
-    env: dict[Var, Any],
-    rule: Rule | None = None,
-    *others: Sequence[JaxprEqn],
+    eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
 ) -> None:
     """Adds the results of some equations to the values of variables."""
-    for eqn, *same in zip(eqns, *others, strict=True):
+    for eqn in eqns:
         inputs = read(env, eqn.invars)
-        results = rule and rule(eqn.primitive.name, inputs, eqn, *same)
+        results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:
             results = versions.evaluate(eqn, inputs)
         env.update(zip(eqn.outvars, results, strict=True))
@@ -78,65 +71,6 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     flat = jax.make_jaxpr(lambda *x: run(closed.jaxpr, [*closed.consts, *x], rule))
     return flat(*closed.in_avals)
-
-
-def operations(jaxpr: Jaxpr) -> list[tuple[str, int, int]]:
-    """For each equation its operation, and the numbers of its inputs and results."""
-    return [(x.primitive.name, len(x.invars), len(x.outvars)) for x in jaxpr.eqns]
-
-
-def constants(jaxpr: Jaxpr) -> list[Var | Literal]:
-    """The arrays that a jaxpr has, and does not get or compute."""
-    from jax.extend.core import Literal
-
-    read = (x for eqn in jaxpr.eqns for x in eqn.invars)
-    literals = [x for x in (*read, *jaxpr.outvars) if isinstance(x, Literal)]
-    return [*jaxpr.constvars, *literals]
-
-
-def scanned(jaxpr: Jaxpr) -> list[bool]:
-    """Of each input, whether one ``scan`` goes over it, and nothing else reads it.
-
-    The jaxpr is the linear one of ``jax.vjp``.
-    """
-    read = [x for eqn in jaxpr.eqns for x in eqn.invars]
-    times = Counter(map(id, (*read, *jaxpr.outvars)))
-    found: set[int] = set()
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
-        if name not in (Op.SCAN, Op.JIT):
-            continue
-        inside: Any = eqn.params["jaxpr"]
-        if name == Op.JIT:
-            over = scanned(inside)
-        else:  # What a scan goes over has one axis more outside.
-            types: Any = [x.aval for x in eqn.invars]
-            pairs = zip(types, inside.invars, strict=True)
-            over = [t.ndim > x.aval.ndim for t, x in pairs]
-        found |= {id(x) for x, here in zip(eqn.invars, over, strict=True) if here}
-    return [id(x) in found and times[id(x)] == 1 for x in jaxpr.invars]
-
-
-def is_proportional(jaxpr: Jaxpr) -> bool:
-    """Whether results times a factor are those of inputs times it, up to rounding.
-
-    The jaxpr is the linear one of ``jax.vjp``. A rule of ``jax.custom_vjp`` may not be
-    linear, as one that clips, and numbers of less range than float32 may overflow.
-    """
-
-    def is_narrow(dtype: Any) -> bool:  # Of any kind, also of keys.
-        return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 128
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == Op.CUSTOM_LIN:
-            return False
-        types: list[Any] = [x.aval for x in eqn.outvars]
-        if any(is_narrow(getattr(t, "dtype", np.bool)) for t in types):
-            return False
-        inside = [x for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
-        if not all(map(is_proportional, inside)):
-            return False
-    return True
 
 
 def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:

@@ -14,23 +14,27 @@ import jax
 class Op(enum.StrEnum):
     """Names of the primitives that have a rule of their own somewhere."""
 
+    BARRIER = "optimization_barrier"
+    BROADCAST = "broadcast_in_dim"
     CAST = "convert_element_type"
     CHECKPOINT = "remat2"
     COND = "cond"
     COPY = "copy"
     CUSTOM_JVP = "custom_jvp_call"
-    CUSTOM_LIN = "custom_lin"  # A rule of `custom_vjp`, in the linear jaxpr of a vjp.
     DOT = "dot_general"
     DYNAMIC_SLICE = "dynamic_slice"
     GATHER = "gather"
+    IOTA = "iota"
     JIT = "jit"
     LESS = "lt"
     NAME = "name"
+    PAD = "pad"
     RANDOM_BITS = "random_bits"
     RESHAPE = "reshape"
     RESHARD = "reshard"
     SCAN = "scan"
     SLICE = "slice"
+    SQUEEZE = "squeeze"
     STOP_GRADIENT = "stop_gradient"
     TRANSPOSE = "transpose"
     UNSTACK = "unstack"  # From JAX 0.12 on.
@@ -38,8 +42,13 @@ class Op(enum.StrEnum):
 
 # These keep the values of an array, and make no copy by themselves.
 SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
-# These make an array of a shape, which is one of their parameters.
-OF_SHAPE = {"broadcast_in_dim": "shape", "random_bits": "shape", "reshape": "new_sizes"}
+# These make entries that no operand has.
+MAKES = frozenset({Op.BROADCAST, Op.IOTA, Op.RANDOM_BITS})
+# The shape of their result is one of their parameters.
+OF_SHAPE = dict.fromkeys(map(str, MAKES), "shape") | {
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+}
 # Operations for which each entry of a result depends on the same entry of each operand,
 # or on one number for all. Each version lacks some of them.
 _ELEMENTWISE = """
@@ -48,7 +57,7 @@ _ELEMENTWISE = """
     copy_p cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt
     igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p
     log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square
-    optimization_barrier or pcast polygamma polynomial population_count pow pvary real
+    or pcast polygamma polynomial population_count pow pvary real
     reduce_precision regularized_incomplete_beta rem round rsqrt select_n shift_left
     shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient
     sub tan tanh xor zeta
@@ -117,24 +126,6 @@ def as_factor(number: jax.Array, x: jax.Array) -> jax.Array:
     return jax.sharding.reshard(number, sharding.update(spec=spec))
 
 
-def adds_in_backward_pass() -> bool:
-    """Whether a backward pass can add the gradients of scanned layers to a sum.
-
-    It cannot without ``jit``: a debugger sees each layer by itself. JAX 0.10 fails if a
-    layer is read in parts. An axis of ``jax.vmap`` that has a name would lose it.
-    """
-    if jax.__version_info__ < (0, 12) or jit_is_disabled():
-        return False
-    from jax.experimental import pallas
-    from jax.extend import core
-
-    # Neither name is in JAX's public API, so a later version may have none.
-    axis_names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", None)
-    if axis_names is None or not hasattr(pallas, "run_state"):
-        return False
-    return set(axis_names()) <= set(jax.sharding.get_abstract_mesh().manual_axes)
-
-
 def check_memory_kinds(name: str) -> None:
     """Raises ``NotImplementedError`` if a step has no results in the host's memory.
 
@@ -201,7 +192,7 @@ def evaluate(
 
     where, params = eqn.source_info, eqn.primitive.get_bind_params(eqn.params)
     functions: Any = ()
-    if isinstance(params, tuple):  # Before JAX 0.9.
+    if isinstance(params, tuple):  # Before JAX 0.9.2.
         functions, params = params
     names = source_info_util.current_name_stack() + where.name_stack
     with (

@@ -197,8 +197,8 @@ def test_a_start_that_cannot_be_told():
         gx.contrib.worker_start(params, both, 0.5, 0.9)
     with pytest.raises(TypeError, match="learning_rate must be real, got"):
         gx.contrib.worker_start(params, one.init(params), schedule, 0.9)
-    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\]"):
-        gx.contrib.worker_start(params, one.init(params), 0.5, 1.001)
+    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
+        gx.contrib.worker_start(params, one.init(params), 0.5, 1.0)
     with pytest.raises(TypeError, match=r"differ at \['w'\]"):
         gx.contrib.worker_start({"w": draw(5)}, one.init(params), 0.5, 0.9)
 
@@ -219,7 +219,7 @@ def test_an_alignment_of_another_type():
         ({"confidence": -1.0}, r"alignment.confidence must be in \[0, inf\)"),
         ({"rotation": -1.0}, "alignment.rotation must be in"),
         ({"shrinkage": -0.1}, "alignment.shrinkage must be in"),
-        ({"max_shrinkage": 1.001}, r"alignment.max_shrinkage must be in \[0, 1\]"),
+        ({"max_shrinkage": 1.0}, r"alignment.max_shrinkage must be in \[0, 1\)"),
         ({"eps": 0.0}, r"alignment.eps must be in \(0, inf\)"),
     ],
 )

@@ -469,3 +469,32 @@ def test_a_step_goes_to_other_processes(kind):
         first, *_ = each(params, tx.init(params), x)
         # The parameters are trained to 0; the pseudo-gradient is the way from 1 to 0.
         np.testing.assert_array_equal(first, jnp.full(2, float(kind == "local_steps")))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_masked_node_among_parameters_of_micro_batches(is_local):
+    """It is no parameter: the step is that of ``apply_gradients``."""
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.mean(x**2)
+
+    tx = gx.accumulate(optax.sgd(0.5), 2)
+    masked = {"a": optax.MaskedNode(), "n": None}
+    params = {"w": jnp.linspace(-1, 1, 18).reshape(2, 3, 3), **masked}
+    x = jnp.asarray(X[:4])
+    wanted, state = params, tx.init(params)
+    for _ in range(2):
+        grads = {"w": jax.grad(loss_fn)({"w": wanted["w"]}, x)["w"], **masked}
+        wanted, state = gx.apply_gradients(tx, grads, state, wanted)
+    if is_local:
+        steps = gx.local_steps(loss_fn, tx)
+        change, _, _ = steps(params, tx.init(params), jnp.stack([x, x]))
+        got = params["w"] - change["w"]
+    else:
+        step, state = gx.minimize(loss_fn, tx, donate=False), tx.init(params)
+        got, state, _ = step(*step(params, state, x)[:2], x)
+        assert jax.tree.structure(got) == jax.tree.structure(params)
+        got = got["w"]
+    np.testing.assert_allclose(got, wanted["w"], rtol=1e-6)

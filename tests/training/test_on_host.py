@@ -220,6 +220,24 @@ def test_what_stays():
     assert jax.eval_shape(on_host, got["large"]).shape == (4, 16)
 
 
+def test_what_lies_there_is_not_copied():
+    once = on_host(optax.adam(0.1).init(start()))
+    for x, y in zip(*map(jax.tree.leaves, (once, on_host(once))), strict=True):
+        assert x.unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
+
+
+def test_a_typed_key_stays_on_the_device():
+    """In the host's memory, and donated, it would end the process."""
+    tx, params = optax.add_noise(0.1, 0.5, jax.random.key(0)), {"w": jnp.ones((4, 16))}
+    step = jax.jit(functools.partial(gx.apply_gradients, tx), donate_argnums=(1, 2))
+    state = gx.on_host(tx.init(params), min_size=1)
+    places = kinds(state)
+    assert places.rng_key == "device"
+    for _ in range(3):
+        params, state = step(jax.tree.map(jnp.ones_like, params), state, params)
+        assert kinds(state) == places
+
+
 def test_bad_input():
     with pytest.raises(ValueError, match=r"min_size must be in \[1, .* got 0"):
         gx.on_host({}, min_size=0)

@@ -229,6 +229,14 @@ def test_an_inner_transformation_that_takes_no_rows_is_named():
                 step(grads, state, table)
         with pytest.raises(TypeError, match=r"rows of \['t'\].*Put gradxform.lazy"):
             gx.apply_gradients(tx, grads, tx.init(table), table)
+    # A table in float32 has no residual, but it is named, too.
+    wide = (
+        {"t": gx.IndexedSlices([4], jnp.ones((1, 2)), (6, 2))},
+        {"t": jnp.ones((6, 2))},
+    )
+    tx = gx.master_weights(optax.adam(0.1))
+    with pytest.raises(TypeError, match=r"rows of \['t'\]"):
+        tx.update(wide[0], tx.init(wide[1]), wide[1])
     # Any other error stays as it is.
     tx = gx.master_weights(gx.drop_stale(gx.adagrad(0.1), 1))
     with pytest.raises(TypeError, match="drop_stale needs local_step"):

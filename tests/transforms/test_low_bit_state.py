@@ -153,7 +153,7 @@ def test_names_of_axes_are_of_codes_alone():
     assert codes.dtype == jnp.int8
     assert codes.sharding.spec == P("x", "y")
     scales = jax.tree.leaves(state.scales)
-    assert [s.shape for s in scales] == [(1, 256)] * 2
+    assert [s.shape for s in scales] == [(128, 2)] * 2
     assert all(s.sharding.is_fully_replicated for s in scales)
 
 
@@ -266,6 +266,96 @@ def test_a_checkpoint_of_eight_devices_goes_on_on_four(tmp_path):
     assert codes.dtype == jnp.int8
     assert codes.sharding.mesh.size == 4
     assert_near(stepped(tx, restored, (3,), four), stepped(tx, state, (3,)))
+
+
+@pytest.mark.parametrize("manual", [("x", "y"), ("x",)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_in_shard_map_each_device_has_blocks_of_its_own(axis_type, manual):
+    mesh = devices(4, axis_type)
+    spec = P(*(name if name in manual else None for name in ("x", "y")))
+    tx = LOW(optax.trace(0.9), block_size=16)
+    given = np.random.default_rng(0).normal(size=(3, 64, 64)).astype(np.float32)
+
+    def steps(w, grads):
+        state, seen = tx.init(w), []
+        for g in grads:
+            updates, state = tx.update(g, state, w)
+            seen.append(updates)
+        return seen, (state.scales, state.inner_state.trace)
+
+    placed = [jax.device_put(g, NamedSharding(mesh, P("x", "y"))) for g in given]
+    got = jax.jit(
+        jax.shard_map(
+            steps,
+            mesh=mesh,
+            in_specs=(spec, spec),
+            out_specs=spec,
+            axis_names=set(manual),
+        )
+    )(placed[0], placed)
+    rows, columns = 2, len(manual)
+    parts = [
+        [steps(own[0], list(own)) for own in np.split(half, columns, 2)]
+        for half in np.split(given, rows, 1)
+    ]
+    whole = jax.tree.map(
+        lambda *x: np.block([list(x[i : i + columns]) for i in (0, columns)]),
+        *(x for row in parts for x in row),
+    )
+    assert whole[1][0][0].shape == (64, 4)  # One device alone would have (4, 64).
+    assert_near(got, whole)
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda init: init])
+def test_a_state_on_explicit_axes_needs_no_context(jit):
+    """Under ``jit`` optax's zeros alone would be on one device, or an error."""
+    mesh = devices(8, AxisType.Explicit)
+    w = jax.device_put(jnp.ones((1024, 8)), NamedSharding(mesh, P("x")))
+    state = jit(LOW(optax.trace(0.9)).init)(w)
+    for x in jax.tree.leaves(state):
+        assert x.sharding.device_set == w.sharding.device_set
+
+
+@pytest.mark.parametrize("layers", [127, 128, 129, 511])
+@pytest.mark.parametrize(("width", "blocks"), [(8, 1), (64, 1), (320, 4)])
+def test_stacked_vectors_are_not_divided_along_their_layers(layers, width, blocks):
+    tx = gx.low_bit_state(optax.trace(0.9), min_size=64)
+    (scales,) = jax.eval_shape(tx.init, jnp.zeros((layers, width))).scales
+    assert scales.shape == (layers, blocks)
+
+
+@pytest.mark.parametrize("layers", [127, 129])
+def test_a_step_takes_many_layers_one_after_the_other(layers):
+    w = np.random.default_rng(0).normal(size=(layers, 32)).astype(np.float32)
+
+    def loss_fn(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (x + w * jnp.sin(x), None), x, w)[0])
+
+    tx = gx.low_bit_state(optax.adam(1e-3), min_size=64)
+    ends = []
+    for named in ((), [""]):
+        params = jnp.asarray(0.01 * w)
+        step = gx.minimize(loss_fn, tx, layers=named)
+        state = tx.init(params)
+        for _ in range(2):
+            params, state, _ = step(params, state, jnp.ones(32))
+        ends.append((params, state.scales))
+    for x, y in zip(*map(jax.tree.leaves, ends), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("tx", "dtype"),
+    [
+        (LOW(optax.adamw(0.1)), "float32"),
+        (LOW(gx.novograd(0.1)), "float32"),
+        (gx.master_weights(LOW(optax.adamw(0.1)), residual_dtype="int8"), "bfloat16"),
+    ],
+)
+def test_a_state_is_made_one_array_after_the_other(tx, dtype):
+    params = [jax.ShapeDtypeStruct((640 + 8 * i, 64), dtype) for i in range(32)]
+    made = jax.jit(tx.init).lower(params).compile().memory_analysis()
+    assert made.temp_size_in_bytes < 0.15 * size(params)  # All of them are 1 or 2.
 
 
 def test_the_state_of_a_leaf_just_below_min_size_has_a_layout():

@@ -1,0 +1,237 @@
+"""Which leaves of a step have slices, and along which axis.
+
+Of parameters, gradients and what is like them the shapes say it. Of state ``init`` says
+it: a placeholder shows whose state a leaf is, and a state for another number of slices
+along which axis it has them. Numbers are tried until one gives a state of the same
+kind: a threshold of sizes may lie between two of them.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import jax
+import optax
+
+from gradxform._trees import checks, dtypes, maps
+from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
+from gradxform._trees.slice_rules import Along, shape_of
+from gradxform._trees.slices import Kind, MixedSlicesError, Policy, Source
+from gradxform._trees.types import Leaf, Path, PyTree, Shape
+
+
+class Whole(NamedTuple):
+    """An array that has slices along an axis."""
+
+    shape: Shape
+    source: Source
+    axis: int = 0
+
+    @property
+    def size(self) -> int:
+        """The number of entries along the axis."""
+        return self.shape[self.axis]
+
+    @property
+    def kind(self) -> Kind:
+        """The slices of an array that has as many entries along this axis."""
+        return self.along(self.axis)
+
+    def along(self, axis: int) -> Kind:
+        """The same along another axis."""
+        return Kind(self.source, Along(axis, max(self.size, 1) // self.source.number))
+
+    def sizes(self) -> list[int]:
+        """Sizes of the axis for other numbers of slices."""
+        size, step = self.size, self.kind.along.entries
+        others = size + step, size - step, 2 * size, 3 * size, size // 2 // step * step
+        return [n if n >= 0 else size for n in others]
+
+
+def of_leaves(arrays: Mapping[Path, Whole], tree: PyTree[Leaf]) -> list[Kind | None]:
+    """The slices of each leaf of a tree like the parameters.
+
+    A leaf that has none for its path's array, as a number for each leaf, has no slices.
+    """
+
+    def kind(path: Path, x: Leaf) -> Kind | None:
+        whole, shape = arrays.get(path), shape_of(x)
+        if whole is None or len(shape) != len(whole.shape):
+            return None
+        return whole.kind if shape[whole.axis] == whole.size else None
+
+    return [kind(path, x) for path, x in maps.leaves_with_path(tree)]
+
+
+class States(NamedTuple):
+    """Finds the slices of a state.
+
+    Attributes:
+      policy: the words of errors.
+      arrays: those that have slices, by their paths.
+      init: makes the state.
+      whole: parameters, or descriptions of them.
+      refused: says of some kinds of states why their slices cannot act alone.
+      hints: says of some kinds what to do if they have no slices.
+    """
+
+    policy: Policy
+    arrays: Mapping[Path, Whole]
+    init: optax.TransformInitFn
+    whole: optax.Params
+    refused: Mapping[str, str] = types.MappingProxyType({})
+    hints: Mapping[str, str] = types.MappingProxyType({})
+
+    def of_step(
+        self,
+        tree: PyTree[Leaf],
+        state: optax.OptState,
+        other: PyTree[Leaf],
+        extra: Mapping[str, object],
+    ) -> list[Kind | None]:
+        """The slices of the leaves of a step: two trees like parameters, and others.
+
+        An extra argument has slices if it is a tree like the parameters, too.
+        """
+        kinds = of_leaves(self.arrays, tree) + self.of(state)
+        kinds += of_leaves(self.arrays, other)
+        for _, x in sorted(extra.items()):
+            arrays = self.arrays if maps.is_like(x, tree) else {}
+            kinds += of_leaves(arrays, x)
+        return kinds
+
+    def of(self, state: optax.OptState) -> list[Kind | None]:
+        """The slices of each leaf of a state.
+
+        Raises:
+          MixedSlicesError: an array has no slice in it for each of its slices.
+          TypeError: it is not the state that ``init`` makes.
+        """
+
+        def mark(path: Path, p: Leaf) -> Leaf:
+            return Placeholder(path) if path in self.arrays else p
+
+        try:
+            marks = owners(self.init, maps.map_with_path(mark, self.whole), state)
+        except ValueError as error:
+            checks.own_state(state, jax.eval_shape(self.init, self.whole))
+            raise MixedSlicesError(
+                f"its init and the given state show no state of that "
+                f"{self.policy.whole} alone"
+            ) from error.__cause__
+        owned: dict[Path, Path] = {}
+
+        def own(start: Path, mark: object, part: optax.OptState) -> None:
+            if isinstance(mark, Placeholder):
+                ends = jax.tree.leaves_with_path(part)
+                owned.update(((*start, *end), mark.path) for end, _ in ends)
+
+        jax.tree.map_with_path(own, marks, state, is_leaf=is_placeholder)
+        try:
+            found = self._compared(state, owned, self.arrays)
+        except MixedSlicesError:  # Thresholds on both sides, of two arrays.
+            found = {}
+            for path in self.arrays:
+                found |= self._compared(state, owned, [path])
+        return [found.get(path) for path, _ in maps.leaves_with_path(state)]
+
+    def _compared(
+        self,
+        state: optax.OptState,
+        owned: Mapping[Path, Path],
+        changed: Collection[Path],
+    ) -> dict[Path, Kind]:
+        """The slices of leaves that belong to some arrays, by their paths."""
+        first: MixedSlicesError | None = None
+        sizes = [self.arrays[path].sizes() for path in changed]
+        for others in dict.fromkeys(zip(*sizes, strict=True)):
+            new = dict(zip(changed, others, strict=True))
+            if any(n == self.arrays[path].size for path, n in new.items()):
+                continue
+            shapes = self._shapes(state, new)
+            try:
+                if shapes is not None:
+                    return self._checked(state, owned, shapes, new)
+            except MixedSlicesError as error:
+                first = first or error
+        if first:
+            raise first
+        own = {path: shape_of(x) for path, x in jax.tree.leaves_with_path(state)}
+        ours = {path: self.arrays[at] for path, at in owned.items() if at in changed}
+        if any(own[path] != whole.shape for path, whole in ours.items()):
+            raise MixedSlicesError(
+                f"its state is another one for a {self.policy.whole} of any other "
+                f"number of {self.policy.slice}s"
+            )
+        return {path: whole.kind for path, whole in ours.items()}
+
+    def _shapes(
+        self, state: optax.OptState, new: Mapping[Path, int]
+    ) -> dict[Path, Shape] | None:
+        """The shapes of the state for other sizes; None if it is another state."""
+
+        def describe(path: Path, p: Leaf) -> Leaf:
+            if path not in self.arrays:
+                return p
+            shape, _, axis = self.arrays[path]
+            size = new.get(path, shape[axis])
+            shape = *shape[:axis], size, *shape[axis + 1 :]
+            return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(p))
+
+        try:
+            other = jax.eval_shape(self.init, maps.map_with_path(describe, self.whole))
+        except Exception:  # An ``init`` may take no such size.
+            return None
+        before, after = (
+            {
+                path: (len(shape_of(x)), dtypes.dtype_of(x))
+                for path, x in jax.tree.leaves_with_path(tree)
+            }
+            for tree in (state, other)
+        )
+        if before != after:
+            return None
+        return {path: x.shape for path, x in jax.tree.leaves_with_path(other)}
+
+    def _checked(
+        self,
+        state: optax.OptState,
+        owned: Mapping[Path, Path],
+        shapes: Mapping[Path, Shape],
+        new: Mapping[Path, int],
+    ) -> dict[Path, Kind]:
+        """The slices of leaves, from their shapes for other sizes."""
+        found: dict[Path, Kind] = {}
+        paths = (path for path, _ in maps.leaves_with_path(state))
+        fields = dict(zip(paths, maps.fields(state), strict=True))
+        for path, x in jax.tree.leaves_with_path(state):
+            shape, kind = shape_of(x), None
+            owner = owned.get(path)
+            if owner is not None and owner in new:
+                kind = _differing(self.arrays[owner], shape, shapes[path], new[owner])
+            elif shape == shapes[path]:
+                continue
+            names = [field.partition(".")[0] for field in fields[path]]
+            names = [name for name in names if name in self.refused] or names
+            reason = self.refused.get("".join(names[:1]))
+            if reason or kind is None:
+                where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
+                one, whole = self.policy.slice, self.policy.whole
+                hint = "".join(self.hints.get(name, "") for name in names[:1])
+                reason = reason or f"has no {one} for each {one} of the {whole}{hint}"
+                raise MixedSlicesError(
+                    f"the state {where}, of shape {list(shape)}, {reason}"
+                )
+            found[path] = kind
+        return found
+
+
+def _differing(whole: Whole, shape: Shape, other: Shape, size: int) -> Kind | None:
+    """The slices along the one axis that differs, with as many entries as the array."""
+    axes = [i for i, n in enumerate(shape) if n != other[i]]
+    lengths = [(shape[i], other[i]) for i in axes]
+    if lengths != [(whole.size, size)]:
+        return None
+    return whole.along(axes[0])

@@ -1,0 +1,549 @@
+"""Evaluates a jaxpr of whole arrays for a few slices of them, as rows of a table.
+
+The function is traced once, with the shapes of the whole arrays. So whatever looks at
+sizes sees the truth: masks, labels, the number of entries in a mean. The evaluation
+knows of each value whether it has slices, and along which axis, from the arguments on:
+``slice_rules`` says what each operation does to them. What has no slices is evaluated
+as it is. Arrays that an update makes itself, such as zeros, are made only when they are
+read: beside slices there are as many of theirs.
+
+A policy says what differs: what is padding, what may be added up, and the words of
+errors. An evaluation adds no array of the size of a whole one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    NamedTuple,
+    NoReturn,
+    Protocol,
+    TypeAlias,
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gradxform._trees import host, jaxprs, maps, norms, versions
+from gradxform._trees.slice_rules import RULES, Along, is_made, resized, shape_of
+from gradxform._trees.types import Path, PyTree
+from gradxform._trees.versions import Op
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+# An equation, after those that it is inside of, each by its ``id``.
+Place: TypeAlias = tuple[int, ...]
+
+
+class MixedSlicesError(TypeError):
+    """The function cannot run on a few slices; the message says what it does."""
+
+
+class Source(NamedTuple):
+    """Whose slices they are; only those of one source belong together.
+
+    Attributes:
+      number: how many the whole array has.
+      given: how many are there.
+      is_whole: whether these are all of them, in order.
+      path: that of the table; stacks of one scan belong together.
+    """
+
+    number: int
+    given: int
+    is_whole: bool = False
+    path: Path = ()
+
+
+class Kind(NamedTuple):
+    """An array has slices of this source, along this axis."""
+
+    source: Source
+    along: Along
+
+
+@dataclasses.dataclass(frozen=True)
+class Slices:
+    """The slices that are there, of an array that has slices."""
+
+    array: jax.Array
+    kind: Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Constant:
+    """An array that the function neither gets nor computes."""
+
+    array: Any  # Also of NumPy.
+
+
+@dataclasses.dataclass(frozen=True)
+class Deferred:
+    """The result of an equation that makes an array, or that reads only such arrays."""
+
+    name: str
+    eqn: JaxprEqn
+    inputs: list[Any]
+
+
+class Missing(NamedTuple):
+    """A value that is not there, and why.
+
+    Attributes:
+      reason: why the slices that are there do not give it.
+      is_given: whether it was given, and no operation has used it yet.
+    """
+
+    reason: str
+    is_given: bool = False
+
+    def used(self, eqn: JaxprEqn) -> Missing:
+        """The result of an operation that needs it."""
+        if not self.is_given:
+            return self
+        return Missing(f"{self.reason}, by {jaxprs.place(eqn)}")
+
+
+# An array without slices, a literal, or one of the classes above.
+Value: TypeAlias = Any
+
+
+class Policy(Protocol):
+    """What differs from one use to another.
+
+    Attributes:
+      slice: what messages call a slice.
+      whole: what they call an array that has slices.
+      refused: operations that it does not take, in spite of their rules.
+    """
+
+    slice: ClassVar[str]
+    whole: ClassVar[str]
+    refused: ClassVar[Collection[str]]
+
+    def known(self, place: Place) -> list[jax.Array] | None:
+        """The results of the equation there, if they are known already."""
+
+    def done(self, place: Place, eqn: JaxprEqn, results: list[Value]) -> None:
+        """The equation there has these results."""
+
+    def added_up(
+        self, place: Place, eqn: JaxprEqn, kinds: list[Kind | None], inputs: list[Any]
+    ) -> list[jax.Array] | None:
+        """The results of an equation that adds up all slices; None if it must not."""
+
+    def branch(self, eqn: JaxprEqn) -> int | None:
+        """Which branch of a conditional is taken in any case, if one is."""
+
+    def skip(self, missing: Missing) -> None:
+        """An effect needs a value that is missing; may raise."""
+
+    def look(self, inside: Callable[[], object]) -> None:
+        """May run a part of the program whose results nobody needs."""
+
+    def inside(self) -> Policy:
+        """The same within another trace: values from there are of no use outside."""
+
+
+class Program(NamedTuple):
+    """A function of whole arrays, traced with their shapes."""
+
+    closed: ClosedJaxpr
+    structure: Any  # That of the results.
+
+
+def trace(
+    f: Callable[..., PyTree[Any]],
+    args: PyTree[Any],
+    kinds: Sequence[Kind | None],
+    given: Mapping[int, Any],
+) -> Program:
+    """The jaxpr of ``f(*args)``, as a function of the leaves in ``given``.
+
+    ``given`` has leaves by their number, slices of those that have a kind, or arrays of
+    their types. Other leaves are constants.
+    """
+    leaves, treedef = maps.flatten(args)
+
+    def call(whole: dict[int, jax.Array]) -> PyTree[jax.Array]:
+        filled = [whole.get(i, x) for i, x in enumerate(leaves)]
+        with norms.one_by_one():  # Arrays of one shape would be stacked.
+            return f(*jax.tree.unflatten(treedef, filled))
+
+    def whole(i: int, x: Any) -> Any:
+        shape, kind = np.shape(leaves[i]), kinds[i]
+        if kind is not None:  # A table without rows is traced as if it had one.
+            shape = kind.along.of(shape, kind.source.number)
+        return jax.typeof(x).update(shape=shape, memory_space=host.DEVICE)
+
+    types = {i: whole(i, x) for i, x in given.items()}
+    closed, results = jax.make_jaxpr(call, return_shape=True)(types)
+    return Program(closed, jax.tree.structure(results))
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """Evaluates equations for the slices that are there.
+
+    Attributes:
+      policy: what it does that others do not.
+      at: the place of the equation that this part of a program is inside of.
+    """
+
+    policy: Policy
+    at: Place = ()
+
+    def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """The results of a jaxpr; some of them may be missing, as some inputs are."""
+        consts = [Constant(x) if shape_of(x) else x for x in closed.consts]
+        return jaxprs.run(closed.jaxpr, [*consts, *inputs], self.apply)
+
+    def array(self, x: Value, kind: Kind | None) -> jax.Array | Missing:
+        """A result as an array: its slices, if it should have any."""
+        if isinstance(x, Missing):
+            return x
+        try:
+            if kind is not None:
+                return self._sliced(x, kind)
+            if isinstance(x, Slices) and not x.kind.source.is_whole:
+                self._mixes()
+            return self._whole(x)
+        except MixedSlicesError as error:
+            return Missing(str(error))
+
+    def arrays(
+        self, values: Sequence[Value], kinds: Sequence[Kind | None]
+    ) -> list[jax.Array]:
+        """As :func:`array`, for some results.
+
+        Raises:
+          MixedSlicesError: one of them is missing.
+        """
+        arrays: list[jax.Array] = []
+        for x in map(self.array, values, kinds):
+            if isinstance(x, Missing):
+                raise MixedSlicesError(x.reason)
+            arrays.append(x)
+        return arrays
+
+    def apply(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
+        """The results of an equation."""
+        place = self._place(eqn)
+        results = self.policy.known(place)
+        if results is None:
+            results = self._attempt(name, inputs, eqn)
+            self.policy.done(place, eqn, results)
+        return results
+
+    def _attempt(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
+        missing = [x for x in inputs if isinstance(x, Missing)]
+        if missing and name not in _CALLS:
+            # A sum over a mesh axis is an effect, too, but only its result counts.
+            if eqn.effects and (not eqn.outvars or jaxprs.calls_host(eqn)):
+                self.policy.skip(missing[0])
+            return [missing[0].used(eqn)] * len(eqn.outvars)
+        try:
+            return self._by_rule(name, inputs, eqn)
+        except MixedSlicesError as error:  # Perhaps nobody needs its results.
+            if eqn.effects or not eqn.outvars:
+                raise
+            return [Missing(str(error))] * len(eqn.outvars)
+
+    def _by_rule(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
+        is_special = any(isinstance(x, _SPECIAL) for x in inputs)
+        if name in _CALLS and (is_special or (name == Op.JIT and _makes_shapes(eqn))):
+            return _CALLS[name](self, eqn, inputs)
+        if any(isinstance(x, Slices) for x in inputs):
+            return self._of_slices(name, inputs, eqn)
+        if _is_deferred(name, inputs, eqn):
+            return [Deferred(name, eqn, inputs)]
+        return versions.evaluate(eqn, list(map(self._whole, inputs)))
+
+    def _of_slices(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
+        """The results of an equation that reads slices."""
+        found = {
+            self._after(name, eqn, k, x.kind)
+            for k, x in enumerate(inputs)
+            if isinstance(x, Slices)
+        }
+        kind, *more = found
+        if more or kind is None:
+            if all(x.kind.source.is_whole for x in inputs if isinstance(x, Slices)):
+                return versions.evaluate(eqn, list(map(self._whole, inputs)))
+            self._mixes(eqn)
+        kinds, operands = self._operands(name, inputs, eqn, kind)
+        if kind.along.axis < 0:
+            results = self.policy.added_up(self._place(eqn), eqn, kinds, operands)
+            return self._mixes(eqn) if results is None else results
+        eqn = resized(name, eqn, kind.along, kind.source.given)
+        return [Slices(x, kind) for x in versions.evaluate(eqn, operands)]
+
+    def _after(self, name: str, eqn: JaxprEqn, operand: int, kind: Kind) -> Kind | None:
+        """The slices of a result, from those of an operand."""
+        if name not in RULES or name in self.policy.refused:
+            return None
+        along = RULES[name](eqn, operand, kind.along, kind.source.number)
+        return along and Kind(kind.source, along)
+
+    def _operands(
+        self, name: str, inputs: list[Value], eqn: JaxprEqn, kind: Kind
+    ) -> tuple[list[Kind | None], list[Any]]:
+        """Operands of an equation whose result is of this kind, and their kinds."""
+        kinds: list[Kind | None] = []
+        for k, x in enumerate(inputs):
+            number, axes = kind.source.number, enumerate(shape_of(eqn.invars[k]))
+            ways = [Along(a, size // number) for a, size in axes if not size % number]
+            before = [Kind(kind.source, along) for along in ways]
+            if isinstance(x, Slices):
+                before = [x.kind]
+            fitting = (b for b in before if self._after(name, eqn, k, b) == kind)
+            kinds.append(next(fitting, None))
+        pairs = zip(inputs, kinds, strict=True)
+        return kinds, [
+            self._whole(x) if kind is None else self._sliced(x, kind, eqn)
+            for x, kind in pairs
+        ]
+
+    def _sliced(self, x: Value, kind: Kind, eqn: JaxprEqn | None = None) -> jax.Array:
+        """A value as slices, of which there are as many as of the source.
+
+        ``eqn`` is the equation that reads it.
+        """
+        source, along = kind
+        if isinstance(x, Slices):
+            return x.array if x.kind == kind or source.is_whole else self._mixes(eqn)
+        try:
+            if isinstance(x, Deferred):
+                return self._made(x, kind)
+        except MixedSlicesError:
+            if source.number > 1:
+                raise
+        if source.number == 1:  # It is the only slice.
+            array = self._whole(x)
+            times = [source.given if a == along.axis else 1 for a in range(array.ndim)]
+            return array if source.given == 1 else jnp.tile(array, times)
+        if isinstance(x, Constant):
+            raise MixedSlicesError(
+                f"its update has a constant of shape {list(shape_of(x.array))}, which "
+                f"depends on the number of {self.policy.slice}s: use jax.numpy, as in "
+                "jnp.zeros"
+            )
+        return self._mixes(eqn)
+
+    def _made(self, x: Deferred, kind: Kind) -> jax.Array:
+        """A deferred result as slices."""
+        name, eqn = x.name, x.eqn
+        kinds, operands = self._operands(name, x.inputs, eqn, kind)
+        is_read = any(kinds) or is_made(name, eqn, kind.along)
+        if not is_read or name in self.policy.refused:
+            self._mixes(eqn)
+        eqn = resized(name, eqn, kind.along, kind.source.given)
+        return versions.evaluate(eqn, operands)[0]
+
+    def _whole(self, x: Value) -> Any:
+        """A value without slices as an array, or as it is."""
+        if isinstance(x, Deferred):
+            return versions.evaluate(x.eqn, list(map(self._whole, x.inputs)))[0]
+        return x.array if isinstance(x, (Constant, Slices)) else x
+
+    def _mixes(self, eqn: JaxprEqn | None = None) -> NoReturn:
+        how = "in its results" if eqn is None else f"by {jaxprs.place(eqn)}"
+        raise MixedSlicesError(f"its update may mix {self.policy.slice}s, {how}")
+
+    def _place(self, eqn: JaxprEqn) -> Place:
+        return *self.at, id(eqn)
+
+    def _inside(self, eqn: JaxprEqn, branch: int = 0) -> Evaluator:
+        """The same for a program inside of an equation."""
+        return dataclasses.replace(self, at=(*self.at, id(eqn), branch))
+
+    def _traced(self) -> Evaluator:
+        """The same within another trace."""
+        return dataclasses.replace(self, policy=self.policy.inside())
+
+    def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        return self._inside(eqn).results(eqn.params["jaxpr"], inputs)
+
+    def _barrier(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Each result is one of the inputs."""
+        given = _given(inputs)
+        after = versions.evaluate(eqn, list(given.values())) if given else []
+        new = dict(zip(given, after, strict=True))
+        return [_like(new.get(k), x) for k, x in enumerate(inputs)]
+
+    def _cond(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of a conditional; one is missing if it is in any branch."""
+        index, *operands = inputs
+        branches = eqn.params["branches"]
+        number = self.policy.branch(eqn)
+        if number is not None:
+            return self._inside(eqn, number).results(branches[number], operands)
+        insides = [self._inside(eqn, n) for n in range(len(branches))]
+        for inside, side in zip(insides, branches, strict=True):
+            self.policy.look(functools.partial(inside.results, side, operands))
+        if isinstance(index, Missing):
+            return [index.used(eqn)] * len(eqn.outvars)
+
+        def results(n: int, given: dict[int, jax.Array]) -> list[Value]:
+            values = [_like(given.get(i), x) for i, x in enumerate(operands)]
+            return insides[n]._traced().results(branches[n], values)
+
+        return self._switch(index, len(branches), results, _given(operands))
+
+    def _switch(
+        self,
+        index: jax.Array,
+        number: int,
+        results: Callable[[int, dict[int, jax.Array]], list[Value]],
+        given: dict[int, jax.Array],
+    ) -> list[Value]:
+        """``jax.lax.switch`` over functions of arrays whose results are any values."""
+        made: list[list[Value]] = []
+        for n in range(number):  # So each branch knows what the others have.
+            jax.eval_shape(lambda x, n=n: made.append(results(n, x)), given)
+        columns = list(zip(*made, strict=True))
+        kinds = [next(filter(None, map(_kind, column)), None) for column in columns]
+        missing = [[x for x in c if isinstance(x, Missing)] for c in columns]
+
+        def taken(n: int, given: dict[int, jax.Array]) -> list[jax.Array]:
+            made = zip(results(n, given), kinds, missing, strict=True)
+            there = [(x, kind) for x, kind, reasons in made if not reasons]
+            return self.arrays(*zip(*there, strict=True)) if there else []
+
+        sides = [functools.partial(taken, n) for n in range(number)]
+        arrays = iter(jax.lax.switch(index, sides, given))
+        return [
+            reasons[0] if reasons else _of_kind(next(arrays), kind)
+            for reasons, kind in zip(missing, kinds, strict=True)
+        ]
+
+    def _custom_jvp(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of a ``custom_jvp``, with its derivative."""
+        closed, number = eqn.params["call_jaxpr"], len(eqn.outvars)
+        run = functools.partial(self._inside(eqn).results, closed)
+        if any(isinstance(x, Missing) for x in inputs):  # It has no derivative either.
+            return run(inputs)
+        if not any(isinstance(x, Slices) for x in inputs):
+            return versions.evaluate(eqn, list(map(self._whole, inputs)))
+        self.policy.look(functools.partial(run, inputs))
+        inside = self._inside(eqn)._traced()
+        given = [self._beside(x, k, eqn, inputs) for k, x in enumerate(inputs)]
+        kinds: list[Kind | None] = []
+
+        def results(program: ClosedJaxpr, *arrays: jax.Array) -> list[Value]:
+            pairs = zip(arrays, given * (len(arrays) // len(given)), strict=True)
+            values = inside.results(program, [_like(x, old) for x, old in pairs])
+            kinds[:] = map(_kind, values[:number])
+            return values
+
+        @jax.custom_jvp
+        def f(*arrays: jax.Array) -> list[jax.Array]:
+            return inside.arrays(results(closed, *arrays), kinds)
+
+        @f.defjvp
+        def rule(
+            primals: Sequence[Any], tangents: Sequence[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            values = results(_derivative(eqn), *primals, *tangents)
+            new = inside.arrays(values[:number], kinds)
+            pairs = zip(new, kinds, strict=True)
+            real = [kind for x, kind in pairs if _is_real(x)]
+            moved = iter(inside.arrays(values[number:], real))
+            return new, [
+                next(moved) if _is_real(x) else np.zeros(x.shape, jax.dtypes.float0)
+                for x in new
+            ]
+
+        arrays = f(*map(self._whole, given))
+        return list(map(_of_kind, arrays, kinds))
+
+    def _beside(
+        self, x: Value, operand: int, eqn: JaxprEqn, inputs: list[Value]
+    ) -> Value:
+        """An operand of a function: if it is not made yet, like one with slices."""
+        if not isinstance(x, (Constant, Deferred)):
+            return x
+        for other, var in zip(inputs, eqn.invars, strict=True):
+            is_alike = shape_of(var) == shape_of(eqn.invars[operand])
+            if isinstance(other, Slices) and isinstance(x, Deferred) and is_alike:
+                return Slices(self._sliced(x, other.kind, eqn), other.kind)
+        return self._whole(x)
+
+
+# These run programs inside, and some of their results need only some of their inputs.
+_CALLS: dict[str, Callable[[Evaluator, JaxprEqn, list[Value]], list[Value]]] = {
+    Op.BARRIER: Evaluator._barrier,
+    Op.COND: Evaluator._cond,
+    Op.CUSTOM_JVP: Evaluator._custom_jvp,
+    Op.JIT: Evaluator._jit,
+}
+_SPECIAL = Slices, Constant, Deferred, Missing
+
+
+def _kind(x: Value) -> Kind | None:
+    return x.kind if isinstance(x, Slices) else None
+
+
+def _of_kind(x: jax.Array, kind: Kind | None) -> Value:
+    return x if kind is None else Slices(x, kind)
+
+
+def _like(array: jax.Array | None, old: Value) -> Value:
+    """An array in the place of another value; None stands for that value itself."""
+    return old if array is None else _of_kind(array, _kind(old))
+
+
+def _given(values: Sequence[Value]) -> dict[int, jax.Array]:
+    """The arrays among values, by position; of an array with slices those."""
+    return {
+        k: x.array if isinstance(x, Slices) else x
+        for k, x in enumerate(values)
+        if not isinstance(x, (Constant, Deferred, Missing))
+    }
+
+
+def _makes_shapes(eqn: JaxprEqn) -> bool:
+    """Whether a result has a shape that no input has."""
+    shapes = {(), *map(shape_of, eqn.invars)}
+    return not shapes.issuperset(map(shape_of, eqn.outvars))
+
+
+def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
+    """Whether the result of an equation without slices is made when it is read.
+
+    An array of its shape that is there already would have to be cut.
+    """
+    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    if not shape or name not in RULES or name in versions.MAKES:
+        return bool(shape) and name in versions.MAKES
+    deferred = [isinstance(x, Deferred) for x in inputs]
+    pairs = zip(deferred, map(shape_of, eqn.invars), strict=True)
+    others = [given for is_deferred, given in pairs if given and not is_deferred]
+    is_elementwise = name in versions.ELEMENTWISE and shape not in others
+    return any(deferred) and (is_elementwise or not others)
+
+
+def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The results of an equation and the tangents of the real ones, as JAX has them."""
+    primals: list[Any] = [x.aval for x in eqn.invars]
+    number = len(primals)
+
+    def jvp(*args: jax.Array) -> list[jax.Array]:
+        values, tangents = jax.jvp(
+            lambda *x: versions.evaluate(eqn, x), args[:number], args[number:]
+        )
+        return [*values, *(t for t in tangents if _is_real(t))]
+
+    return jax.make_jaxpr(jvp)(*primals, *(x.to_tangent_aval() for x in primals))
+
+
+def _is_real(x: jax.Array) -> bool:
+    """Whether it has a derivative: integers have none."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
