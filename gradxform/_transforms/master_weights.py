@@ -193,16 +193,12 @@ def master_weights(
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)
             raise
         threshold = half.even_threshold(*state[2:]) if counts else None
-        done: list[jax.Array] = []
-
+        move = functools.partial(_move, threshold, [])
         halves = maps.map_leaves(
             lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
         )
         halves, residual = boundary.map_step(
-            functools.partial(_move, threshold, done),
-            halves,
-            [state.residual],
-            reads=[params],
+            move, halves, [state.residual], reads=[params]
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
         kept = residual, inner_state, *map(optax.safe_increment, state[2:])
