@@ -10,7 +10,7 @@ import optax
 
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import after, narrow
+from gradxform._trees.compilers import barrier_after, narrow
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
@@ -331,7 +331,7 @@ def clipped(g: jax.Array, factor: jax.Array) -> jax.Array:
     On CPU no kernel begins such an update in half precision before the norm is known.
     It would copy what it reads: 0.7 N and 2 N moved for bfloat16, the loss inside.
     """
-    g = after(g, factor) if g.dtype.itemsize == 2 else g
+    g = barrier_after(g, factor) if g.dtype.itemsize == 2 else g
     return narrow(arithmetic.scale(dtypes.widen(g), factor), g.dtype)
 
 

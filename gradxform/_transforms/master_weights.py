@@ -12,7 +12,7 @@ import optax
 from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
-from gradxform._trees.compilers import after, apart, narrow
+from gradxform._trees.compilers import barrier_after, narrow, unshared
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Param, Params, Path
 
@@ -219,7 +219,7 @@ def _move(
     On CPU it begins when those are computed: each leaf needs temporary memory.
     """
     # x' = x + u
-    x = apart(_joined(after(p, *done), r) + u)
+    x = unshared(_joined(barrier_after(p, *done), r) + u)
     # What `apply_updates` gives, to the same operations, so that TPU makes both in one
     # pass. It may miss a number that is 2¹⁶ times smaller, or in float16 2¹³ times.
     u = half.difference(_rounded(x, p, r), half.widen(p))
@@ -227,7 +227,7 @@ def _move(
     residual = _residual(x, reached, p, r, threshold)
     done[:] = [residual]
     # w' - w, where the compiler for CPU writes w' once w is no longer needed.
-    x, p = after(x, residual), after(p, residual)
+    x, p = barrier_after(x, residual), barrier_after(p, residual)
     return half.difference(_rounded(x, p, r), half.widen(p)), residual
 
 

@@ -39,5 +39,5 @@ def stored(
     if not np.can_cast(g.dtype, mu.dtype):
         return new, moved
     # Or it would be computed again for the step.
-    unshared = compilers.apart(new) if mu.dtype.itemsize < 4 else new
+    unshared = compilers.unshared(new) if mu.dtype.itemsize < 4 else new
     return new, dtypes.widen(unshared).astype(moved.dtype)

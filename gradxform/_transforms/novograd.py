@@ -13,7 +13,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import after
+from gradxform._trees.compilers import barrier_after
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Prefix, PyTree
@@ -171,7 +171,7 @@ def scale_by_novograd(
             )[0]
             # On CPU a clip in front of it writes scaled gradients for these sums. Then
             # the momentum reads these, too, and they may take the gradients' memory.
-            updates = maps.map_updates(after, updates, clip_sums)
+            updates = maps.map_updates(barrier_after, updates, clip_sums)
         rest: tuple[PyTree[object], ...] = (clip_sums,)
         if decays:
             name = f"weight_decay={weight_decay!r}"

@@ -114,7 +114,7 @@ def alone(updates: optax.Updates) -> optax.Updates:
     has a barrier of its own, and a second one would cost 0.25 N with a loss inside.
     """
     return maps.map_updates(
-        lambda g: g if g.dtype.itemsize < 4 else compilers.apart(g), updates
+        lambda g: g if g.dtype.itemsize < 4 else compilers.unshared(g), updates
     )
 
 
@@ -156,8 +156,8 @@ def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
     compiler for CPU writes a widened copy, so the sums should share one.
     """
     if x.dtype == jnp.bfloat16:
-        return dtypes.widen(compilers.after(x, square))
-    return dtypes.widen(compilers.apart(x) if x.dtype.itemsize < 4 else x)
+        return dtypes.widen(compilers.barrier_after(x, square))
+    return dtypes.widen(compilers.unshared(x) if x.dtype.itemsize < 4 else x)
 
 
 def squared_rows(updates: optax.Updates) -> PyTree[jax.Array]:
@@ -170,8 +170,8 @@ def squared_rows(updates: optax.Updates) -> PyTree[jax.Array]:
     """
 
     def sums(g: jax.Array) -> jax.Array:
-        squares = arithmetic.abs_sq(compilers.apart(g))
-        return compilers.apart(_sum(squares, min(1, g.ndim)))
+        squares = arithmetic.abs_sq(compilers.unshared(g))
+        return compilers.unshared(_sum(squares, min(1, g.ndim)))
 
     return maps.map_leaves(
         lambda g: sums(jnp.asarray(g)) if maps.has_gradient(g) else g,
@@ -182,7 +182,7 @@ def squared_rows(updates: optax.Updates) -> PyTree[jax.Array]:
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
 def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
     if x.dtype.itemsize < 4:
-        x = compilers.apart(x)
+        x = compilers.unshared(x)
     return _sum(x if squared else arithmetic.abs_sq(x), stacked)
 
 
