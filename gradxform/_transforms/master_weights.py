@@ -159,7 +159,7 @@ def master_weights(
         return constants.full_like(p, 0, residual_dtype)
 
     def init_fn(params: optax.Params) -> _State:
-        half.check("master_weights", params)
+        half.check_precision("master_weights", params)
         return state_type(
             maps.map_params(zeros, params),
             inner.init(maps.map_params(_widened, params)),
@@ -222,13 +222,13 @@ def _move(
     x = unshared(_joined(barrier_after(p, *done), r) + u)
     # What `apply_updates` gives, to the same operations, so that TPU makes both in one
     # pass. It may miss a number that is 2¹⁶ times smaller, or in float16 2¹³ times.
-    u = half.difference(_rounded(x, p, r), half.widen(p))
-    reached = half.widen(arithmetic.rounded_sum(u, p))
+    u = half.difference(_rounded(x, p, r), half.as_float32(p))
+    reached = half.as_float32(arithmetic.rounded_sum(u, p))
     residual = _residual(x, reached, p, r, threshold)
     done[:] = [residual]
     # w' - w, where the compiler for CPU writes w' once w is no longer needed.
     x, p = barrier_after(x, residual), barrier_after(p, residual)
-    return half.difference(_rounded(x, p, r), half.widen(p)), residual
+    return half.difference(_rounded(x, p, r), half.as_float32(p)), residual
 
 
 def get_master_weights(params: Params, state: optax.OptState) -> Params:
@@ -274,12 +274,12 @@ def _widened(p: Param) -> Param:
         return p
     if isinstance(p, jax.ShapeDtypeStruct):
         return p.update(dtype=jnp.float32)
-    return half.widen(p)
+    return half.as_float32(p)
 
 
 def _joined(p: jax.Array, r: jax.Array) -> jax.Array:
     """The float32 of a parameter and its residual."""
-    near, rest = half.widen(p), r.astype(jnp.float32)
+    near, rest = half.as_float32(p), r.astype(jnp.float32)
     if r.dtype not in _PARTS:
         return near + rest
     gap = jnp.abs(half.neighbour(near, rest, p.dtype) - near)

@@ -164,7 +164,7 @@ def scale_by_novograd(
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        momentum.check("novograd", updates, state.mu)
+        momentum.check_dense("novograd", updates, state.mu)
         if clip_sums is None:
             clip_sums = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
