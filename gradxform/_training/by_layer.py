@@ -308,7 +308,7 @@ class Update:
     ) -> tuple[Numbered, LayerParts]:
         """With layer ``i`` after its step."""
         args = self.rows(i, wholes, grads)
-        new = compilers.written(self.there(args, _LATER, has_layers=True))
+        new = compilers.barrier_in_place(self.there(args, _LATER, has_layers=True))
         wholes = {
             n: host.with_layer(x, new[n], i, self.kinds[n].along.axis)
             for n, x in wholes.items()

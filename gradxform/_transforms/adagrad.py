@@ -212,15 +212,12 @@ def adagrad(
         accumulator_dtype=accumulator_dtype,
         row_wise=row_wise,
     )
-    clips = {
-        "clipnorm": clipnorm,
-        "clipvalue": clipvalue,
-        "global_clipnorm": global_clipnorm,
-    }
-    if row_wise:  # It has sums of its own.
-        scaled = clipping.clip_before(
-            scaled, axis_name=axis_name, row_wise=True, **clips
-        )
-        return optax.chain(scaled, scale_by_learning_rate(learning_rate))
-    clip = clipping.keras_clip(axis_name=axis_name, **clips)
-    return optax.chain(*clip, scaled, scale_by_learning_rate(learning_rate))
+    clipped = clipping.keras_clip(
+        scaled,
+        clipnorm=clipnorm,
+        clipvalue=clipvalue,
+        global_clipnorm=global_clipnorm,
+        axis_name=axis_name,
+        sums_of="rows" if row_wise else None,
+    )
+    return optax.chain(clipped, scale_by_learning_rate(learning_rate))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ import optax
 
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import after, narrow
+from gradxform._trees.compilers import barrier_after, narrow
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
@@ -204,48 +204,6 @@ def clip_by_norm(
 
 
 def keras_clip(
-    *,
-    clipnorm: jax.typing.ArrayLike | None = None,
-    clipvalue: jax.typing.ArrayLike | None = None,
-    global_clipnorm: jax.typing.ArrayLike | None = None,
-    axis_name: AxisName = None,
-) -> list[optax.GradientTransformationExtraArgs]:
-    """Keras's clip arguments as the first link of a chain; none without a clip."""
-    clipnorm, clipvalue, global_clipnorm = _limits(
-        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
-    )
-    if clipnorm is not None:
-        return [clip_by_norm(clipnorm, axis_name=axis_name)]
-    if global_clipnorm is not None:
-        return [clip_by_global_norm(global_clipnorm, axis_name=axis_name)]
-
-    if clipvalue is None:
-        return []
-
-    def clamped(g: jax.Array) -> jax.Array:
-        return narrow(_clamp(g, clipvalue), g.dtype)
-
-    def each_clamped(updates: optax.Updates, **_: object) -> optax.Updates:
-        return maps.map_updates(clamped, boundary.entered(updates))
-
-    return [stateless(each_clamped)]
-
-
-def _limits(
-    **arguments: jax.typing.ArrayLike | None,
-) -> list[jax.typing.ArrayLike | None]:
-    checks.at_most_one(**arguments)
-    return [
-        limit if limit is None else checks.in_range(name, limit, "[0, inf]")
-        for name, limit in arguments.items()
-    ]
-
-
-# The state of the clip, and the state of the transformation after it.
-_States: TypeAlias = tuple[ClipByGlobalNormState | optax.EmptyState, optax.OptState]
-
-
-def clip_before(
     inner: optax.GradientTransformation,
     *,
     clipnorm: jax.typing.ArrayLike | None,
@@ -253,27 +211,71 @@ def clip_before(
     global_clipnorm: jax.typing.ArrayLike | None,
     axis_name: AxisName = None,
     stacked_axes: StackedAxes = None,
-    row_wise: bool = False,
-) -> optax.GradientTransformationExtraArgs:
-    """:func:`keras_clip` around an ``inner`` that needs sums of squares, too.
+    sums_of: Literal["layers", "rows"] | None = None,
+) -> optax.GradientTransformation:
+    """Keras's clip arguments in front of ``inner``; without a clip it stands alone.
 
-    It need not read the gradients again: it receives those of the clipped gradients as
-    ``clip_sums``, an extra argument. For NovoGrad that is 7 N instead of 10 N, for
-    row-wise Adagrad 4 N instead of 7 N. They are sums of rows with ``row_wise``,
-    otherwise of layers; None where the clip needs none.
+    An ``inner`` that needs sums of squares itself, ``sums_of`` layers or of rows, need
+    not read the gradients again. Where the clip has them, it receives those of the
+    clipped gradients as ``clip_sums``, an extra argument: 7 N instead of 10 N for
+    NovoGrad, and 4 N instead of 7 N for row-wise Adagrad.
     """
-    clipnorm, clipvalue, global_clipnorm = _limits(
-        clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
-    )
+    arguments = {
+        "clipnorm": clipnorm,
+        "clipvalue": clipvalue,
+        "global_clipnorm": global_clipnorm,
+    }
+    checks.at_most_one(**arguments)
+    for name, limit in arguments.items():
+        if limit is None:
+            continue
+        most = checks.in_range(name, limit, "[0, inf]")
+        if name == "clipvalue":
+            return optax.chain(_clip_by_value(most), inner)
+        if sums_of is not None:
+            return _clip_with_sums(
+                inner,
+                most,
+                by_layer=name == "clipnorm",
+                row_wise=sums_of == "rows",
+                axis_name=axis_name,
+                stacked_axes=stacked_axes,
+            )
+        clip = clip_by_norm if name == "clipnorm" else clip_by_global_norm
+        return optax.chain(clip(most, axis_name=axis_name), inner)
+    return inner
+
+
+def _clip_by_value(
+    most: jax.typing.ArrayLike,
+) -> optax.GradientTransformationExtraArgs:
+    def clamped(g: jax.Array) -> jax.Array:
+        limit = dtypes.widen(jnp.asarray(most, g.dtype))
+        return narrow(jnp.clip(dtypes.widen(g), -limit, limit), g.dtype)
+
+    def each_clamped(updates: optax.Updates, **_: object) -> optax.Updates:
+        return maps.map_updates(clamped, boundary.entered(updates))
+
+    return stateless(each_clamped)
+
+
+# The state of the clip, and the state of the transformation after it.
+_States: TypeAlias = tuple[ClipByGlobalNormState | optax.EmptyState, optax.OptState]
+
+
+def _clip_with_sums(
+    inner: optax.GradientTransformation,
+    max_norm: jax.typing.ArrayLike,
+    *,
+    by_layer: bool,
+    row_wise: bool,
+    axis_name: AxisName,
+    stacked_axes: StackedAxes,
+) -> optax.GradientTransformationExtraArgs:
     inner = with_extra_args_support(inner)
-    if clipnorm is clipvalue is global_clipnorm is None:
-        return inner
-    if clipvalue is not None and not row_wise:  # 2 N in bfloat16 here, 1 N as a link.
-        return optax.chain(*keras_clip(clipvalue=clipvalue), inner)
 
     def init_fn(params: optax.Params) -> _States:
-        clips_all = global_clipnorm is not None
-        clip_state = _no_norm(params) if clips_all else optax.EmptyState()
+        clip_state = optax.EmptyState() if by_layer else _no_norm(params)
         return clip_state, inner.init(params)
 
     def update_fn(
@@ -283,31 +285,28 @@ def clip_before(
         **extra: object,
     ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
-        given = updates = boundary.entered(updates)
-        sums = norms.squared_rows(given, limit=clipvalue) if row_wise else None
-        if clipvalue is not None:
-            updates = maps.map_updates(lambda g: _clamp(g, clipvalue), given)
+        given = boundary.entered(updates)
+        sums = norms.squared_rows(given) if row_wise else given
+        squares, total = norms.squared_norms(
+            sums, axis_name=axis_name, stacked_axes=stacked_axes, squared=row_wise
+        )
+        if by_layer:
+            factors = _factors(squares, max_norm)
         else:
-            squares, total = norms.squared_norms(
-                given if sums is None else sums,
-                axis_name=axis_name,
-                stacked_axes=stacked_axes,
-                squared=row_wise,
-            )
-            if global_clipnorm is not None:
-                norm = arithmetic.safe_sqrt(total)
-                clip_state, factor = _state(norm), factor_to(norm, global_clipnorm)
-                factors = maps.map_updates(lambda _: factor, squares)
-            if clipnorm is not None:
-                factors = _factors(squares, clipnorm)
-            # Half precision stays wide on its way to inner. If two kernels need rounded
-            # values, these go to memory; unrounded ones are computed in both kernels.
-            updates = _scale_layers(maps.map_updates(dtypes.widen, given), factors)
-            # Scaled twice, as the square of a factor could underflow.
-            sums = _scale_layers(squares if sums is None else sums, factors)
-            sums = _scale_layers(sums, factors)
+            norm = arithmetic.safe_sqrt(total)
+            clip_state, factor = _state(norm), factor_to(norm, max_norm)
+            factors = maps.map_updates(lambda _: factor, squares)
+        # Half precision stays wide on its way to inner. If two kernels need rounded
+        # values, these go to memory; unrounded ones are computed in both kernels.
+        updates = _scale_layers(maps.map_updates(dtypes.widen, given), factors)
+        # Scaled twice, as the square of a factor could underflow.
+        sums = _scale_layers(sums if row_wise else squares, factors)
         updates, inner_state = inner.update(
-            updates, inner_state, params, clip_sums=sums, **extra
+            updates,
+            inner_state,
+            params,
+            clip_sums=_scale_layers(sums, factors),
+            **extra,
         )
         return maps.cast_like(updates, given), (clip_state, inner_state)
 
@@ -332,7 +331,7 @@ def clipped(g: jax.Array, factor: jax.Array) -> jax.Array:
     On CPU no kernel begins such an update in half precision before the norm is known.
     It would copy what it reads: 0.7 N and 2 N moved for bfloat16, the loss inside.
     """
-    g = after(g, factor) if g.dtype.itemsize == 2 else g
+    g = barrier_after(g, factor) if g.dtype.itemsize == 2 else g
     return narrow(arithmetic.scale(dtypes.widen(g), factor), g.dtype)
 
 
@@ -345,12 +344,6 @@ def _factors(squares: Layers, max_norm: jax.typing.ArrayLike) -> Layers:
 
 def _scale_layers(updates: optax.Updates, factors: Layers) -> optax.Updates:
     return maps.map_updates(arithmetic.scale_leading, updates, factors)
-
-
-def _clamp(g: jax.Array, limit: jax.typing.ArrayLike) -> jax.Array:
-    # The result stays wide, like the scaled gradients: see clip_before.
-    limit = dtypes.widen(jnp.asarray(limit, g.dtype))
-    return jnp.clip(dtypes.widen(g), -limit, limit)
 
 
 def _no_norm(params: optax.Params) -> ClipByGlobalNormState:

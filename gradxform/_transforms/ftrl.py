@@ -168,14 +168,13 @@ def ftrl(
         )
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
-    tx = optax.GradientTransformationExtraArgs(init_fn, update_fn)
-    clip = clipping.keras_clip(
+    return clipping.keras_clip(
+        optax.GradientTransformationExtraArgs(init_fn, update_fn),
         clipnorm=clipnorm,
         clipvalue=clipvalue,
         global_clipnorm=global_clipnorm,
         axis_name=axis_name,
     )
-    return optax.chain(*clip, tx) if clip else tx
 
 
 class _Numbers(NamedTuple):
@@ -210,10 +209,10 @@ def _follow(
     pull = _scaled(g + _scaled(w, 2, l2_shrinkage), of_gradients)
     new_z = jnp.where(moves, z + pull - _scaled(w, sigma, of_weights), z)
     # Once z' is known, nobody needs n, and n' can be written in its place.
-    n = compilers.after(n, new_z)
+    n = compilers.barrier_after(n, new_z)
     new_n = jnp.where(moves, n + square, n)
     # w' = -(z' - l1·z'/|z'|) / ((beta + n'^-power)/learning_rate + 2·l2)
-    z, n = map(compilers.apart, (new_z, new_n))  # Or they are computed again.
+    z, n = map(compilers.unshared, (new_z, new_n))  # Or they are computed again.
     divisor = _scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
     divisor += _scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
     is_zero = divisor < np.finfo(n.dtype).tiny

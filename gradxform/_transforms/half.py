@@ -22,7 +22,7 @@ def is_half(p: Any) -> bool:  # An array, a description, a number.
     return dtypes.dtype_of(p) in (jnp.bfloat16, jnp.float16)
 
 
-def check(name: str, params: optax.Params) -> None:
+def check_precision(name: str, params: optax.Params) -> None:
     """Raises ``TypeError`` unless all parameters are in half precision or in more."""
     for path, p in jax.tree.leaves_with_path(params):
         dtype = dtypes.dtype_of(p)
@@ -35,7 +35,7 @@ def check(name: str, params: optax.Params) -> None:
         )
 
 
-def widen(p: jax.Array) -> jax.Array:
+def as_float32(p: jax.Array) -> jax.Array:
     """A parameter in half precision as float32, without precision that it lacks."""
     return nearest(p.astype(jnp.float32), p.dtype)
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, constants, dtypes, maps, mesh
-from gradxform._trees.compilers import apart
+from gradxform._trees.compilers import unshared
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree, T
 
@@ -320,7 +320,7 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> _Encoded:
     length, x = x.shape[axis], dtypes.widen(x)
     # A maximum may drop NaN on CPU, but not inf. On CPU it needs an array in memory.
-    x = apart(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
+    x = unshared(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
     low, high = (f(x, axis=axis + 1, keepdims=True) for f in (jnp.min, jnp.max))
     most = jnp.maximum(high, -low)
     unsigned = (low >= 0) & (most > 0)

@@ -12,7 +12,7 @@ import optax
 from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
-from gradxform._trees.compilers import after, apart, narrow
+from gradxform._trees.compilers import barrier_after, narrow, unshared
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Param, Params, Path
 
@@ -150,7 +150,6 @@ def master_weights(
     checks.transformation("inner", inner)
     checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
     inner = with_extra_args_support(inner)
-
     counts = residual_dtype != "int16"
     state_type = CountedMasterWeightsState if counts else MasterWeightsState
 
@@ -160,7 +159,7 @@ def master_weights(
         return constants.full_like(p, 0, residual_dtype)
 
     def init_fn(params: optax.Params) -> _State:
-        half.check("master_weights", params)
+        half.check_precision("master_weights", params)
         return state_type(
             maps.map_params(zeros, params),
             inner.init(maps.map_params(_widened, params)),
@@ -193,21 +192,16 @@ def master_weights(
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)
             raise
-        count = state[2:]
-        threshold = half.even_threshold(*count) if counts else None
-        done: list[jax.Array] = []
-
+        threshold = half.even_threshold(*state[2:]) if counts else None
+        move = functools.partial(_move, threshold, [])
         halves = maps.map_leaves(
             lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
         )
         halves, residual = boundary.map_step(
-            functools.partial(_move, threshold, done),
-            halves,
-            [state.residual],
-            reads=[params],
+            move, halves, [state.residual], reads=[params]
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
-        kept = residual, inner_state, *map(optax.safe_increment, count)
+        kept = residual, inner_state, *map(optax.safe_increment, state[2:])
         return updates, state_type(*kept)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
@@ -225,16 +219,16 @@ def _move(
     On CPU it begins when those are computed: each leaf needs temporary memory.
     """
     # x' = x + u
-    x = apart(_joined(after(p, *done), r) + u)
+    x = unshared(_joined(barrier_after(p, *done), r) + u)
     # What `apply_updates` gives, to the same operations, so that TPU makes both in one
     # pass. It may miss a number that is 2¹⁶ times smaller, or in float16 2¹³ times.
-    u = half.difference(_rounded(x, p, r), half.widen(p))
-    reached = half.widen(arithmetic.rounded_sum(u, p))
+    u = half.difference(_rounded(x, p, r), half.as_float32(p))
+    reached = half.as_float32(arithmetic.rounded_sum(u, p))
     residual = _residual(x, reached, p, r, threshold)
     done[:] = [residual]
     # w' - w, where the compiler for CPU writes w' once w is no longer needed.
-    x, p = after(x, residual), after(p, residual)
-    return half.difference(_rounded(x, p, r), half.widen(p)), residual
+    x, p = barrier_after(x, residual), barrier_after(p, residual)
+    return half.difference(_rounded(x, p, r), half.as_float32(p)), residual
 
 
 def get_master_weights(params: Params, state: optax.OptState) -> Params:
@@ -280,12 +274,12 @@ def _widened(p: Param) -> Param:
         return p
     if isinstance(p, jax.ShapeDtypeStruct):
         return p.update(dtype=jnp.float32)
-    return half.widen(p)
+    return half.as_float32(p)
 
 
 def _joined(p: jax.Array, r: jax.Array) -> jax.Array:
     """The float32 of a parameter and its residual."""
-    near, rest = half.widen(p), r.astype(jnp.float32)
+    near, rest = half.as_float32(p), r.astype(jnp.float32)
     if r.dtype not in _PARTS:
         return near + rest
     gap = jnp.abs(half.neighbour(near, rest, p.dtype) - near)

@@ -20,13 +20,13 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
     return constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
 
 
-def check(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
+def check_dense(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
     """Raises ``TypeError`` unless updates are dense and of the momentum's shapes."""
     boundary.dense(transformation, updates)
     checks.same_shapes("updates", updates, "mu", mu)
 
 
-def stored(
+def in_both_dtypes(
     g: jax.Array, mu: jax.Array, moved: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """The new momentum in the dtype of the old one, ``mu``, and that for the step.
@@ -39,5 +39,5 @@ def stored(
     if not np.can_cast(g.dtype, mu.dtype):
         return new, moved
     # Or it would be computed again for the step.
-    unshared = compilers.apart(new) if mu.dtype.itemsize < 4 else new
+    unshared = compilers.unshared(new) if mu.dtype.itemsize < 4 else new
     return new, dtypes.widen(unshared).astype(moved.dtype)

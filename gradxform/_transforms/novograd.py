@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import after
+from gradxform._trees.compilers import barrier_after
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import StackedAxes
 from gradxform._trees.types import Prefix, PyTree
@@ -136,6 +137,7 @@ def scale_by_novograd(
     )
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     decays = not checks.is_known(weight_decay, 0)
+    formula = _Formula(b1, b2, eps, weight_decay, grad_averaging, nesterov, eps_in_sqrt)
 
     def decayed(params: optax.Params) -> PyTree[bool]:
         return checks.bools("mask", True if mask is None else mask, params)
@@ -162,50 +164,65 @@ def scale_by_novograd(
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        momentum.check("novograd", updates, state.mu)
+        momentum.check_dense("novograd", updates, state.mu)
         if clip_sums is None:
             clip_sums = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
             )[0]
             # On CPU a clip in front of it writes scaled gradients for these sums. Then
             # the momentum reads these, too, and they may take the gradients' memory.
-            updates = maps.map_updates(after, updates, clip_sums)
-
-        def step(
-            g: jax.Array,
-            mu: jax.Array,
-            nu: jax.Array,
-            square: jax.Array,
-            w: jax.typing.ArrayLike = 0,
-            decays: bool = False,
-        ) -> tuple[jax.Array, ...]:
-            nu = _average(nu, square, state.count, b2)
-            # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
-            inverse = arithmetic.inverse_sqrt(nu, eps, eps_in_sqrt)
-            d = arithmetic.scale_leading(dtypes.widen(g), inverse)
-            if decays:  # ĝ + weight_decay·w
-                w = dtypes.widen(jnp.asarray(w)).astype(d.dtype)
-                d += arithmetic.scale(w, weight_decay)
-            if grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
-                d = arithmetic.scale(d, 1 - b1)
-            if step_size_in_momentum is not None:
-                d = arithmetic.scale(d, step_size_in_momentum)
-            # mu = b1·mu + d
-            mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), b1) + d
-            # u = mu, or d + b1·mu
-            u = arithmetic.scale(mu, b1) + d if nesterov else mu
-            return u.astype(g.dtype), mu, nu
-
+            updates = maps.map_updates(barrier_after, updates, clip_sums)
         rest: tuple[PyTree[object], ...] = (clip_sums,)
         if decays:
             name = f"weight_decay={weight_decay!r}"
             params = checks.params_given(name, params, _MAY_BE_0)
             rest = *rest, params, decayed(params)
+        step = functools.partial(formula.step, state.count, step_size_in_momentum)
         updates, mu, nu = boundary.map_step(step, updates, [state.mu, state.nu], *rest)
         count = optax.safe_increment(state.count)
         return updates, ScaleByNovogradState(count=count, mu=mu, nu=nu)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class _Formula(NamedTuple):
+    """The step of a layer; its numbers may be traced."""
+
+    b1: jax.typing.ArrayLike
+    b2: jax.typing.ArrayLike
+    eps: jax.typing.ArrayLike
+    weight_decay: jax.typing.ArrayLike
+    grad_averaging: bool
+    nesterov: bool
+    eps_in_sqrt: bool
+
+    def step(
+        self,
+        count: jax.Array,
+        step_size: jax.typing.ArrayLike | None,
+        g: jax.Array,
+        mu: jax.Array,
+        nu: jax.Array,
+        square: jax.Array,
+        w: jax.typing.ArrayLike = 0,
+        decays: bool = False,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        nu = _average(nu, square, count, self.b2)
+        # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
+        inverse = arithmetic.inverse_sqrt(nu, self.eps, self.eps_in_sqrt)
+        d = arithmetic.scale_leading(dtypes.widen(g), inverse)
+        if decays:  # ĝ + weight_decay·w
+            w = dtypes.widen(jnp.asarray(w)).astype(d.dtype)
+            d += arithmetic.scale(w, self.weight_decay)
+        if self.grad_averaging:  # d = (1-b1)·(ĝ + weight_decay·w)
+            d = arithmetic.scale(d, 1 - self.b1)
+        if step_size is not None:
+            d = arithmetic.scale(d, step_size)
+        # mu = b1·mu + d
+        mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), self.b1) + d
+        # u = mu, or d + b1·mu
+        u = arithmetic.scale(mu, self.b1) + d if self.nesterov else mu
+        return u.astype(g.dtype), mu, nu
 
 
 @jax.jit  # Traced once for each shape, not for each layer.
@@ -312,13 +329,14 @@ def novograd(
     if lr_in_momentum:
         scaled, learning_rate = _inside_momentum(scaled, learning_rate), 1.0
     return optax.chain(
-        clipping.clip_before(
+        clipping.keras_clip(
             scaled,
             clipnorm=clipnorm,
             clipvalue=clipvalue,
             global_clipnorm=global_clipnorm,
             axis_name=axis_name,
             stacked_axes=stacked_axes,
+            sums_of="layers",
         ),
         scale_by_learning_rate(learning_rate),
     )

@@ -112,7 +112,8 @@ def proximal_adagrad(
         ) -> tuple[jax.Array, jax.Array]:
             # acc' = acc + |g|²
             total = acc + arithmetic.abs_sq(g).astype(acc.dtype)
-            acc, wide = compilers.apart(total), dtypes.widen(w)  # Not computed again.
+            acc = compilers.unshared(total)  # Not computed again.
+            wide = dtypes.widen(w)
             # η = learning_rate / sqrt(acc'), but 0 where no gradient came yet
             is_known = ~(acc < np.finfo(acc.dtype).tiny)
             eta = jax.lax.rsqrt(jnp.where(is_known, acc, 1))

@@ -80,7 +80,7 @@ def round_stochastically(
     checks.scalar("seed", seed, integer=True)
 
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
-        half.check("round_stochastically", params)
+        half.check_precision("round_stochastically", params)
         return RoundStochasticallyState(
             key=jax.random.key_data(jax.random.key(seed, impl=_KEYS))
             + constants.zero(params, jnp.uint32),
@@ -104,7 +104,7 @@ def round_stochastically(
             if not half.is_half(p):
                 return (u,)
             key = jax.random.fold_in(step_key, number)
-            before = half.widen(p)
+            before = half.as_float32(p)
             x = before + u.astype(jnp.float32)
             threshold = _random(jax.random.key_data(key), p.shape)
             return (half.difference(half.rounded_at(threshold, x, p.dtype), before),)

@@ -73,7 +73,7 @@ _on_gpu = linear(on_gpu(_last_known, _first), _first)
 
 
 # Ray pickles functions by their names, and other callables by value.
-def apart(x: jax.Array) -> jax.Array:
+def unshared(x: jax.Array) -> jax.Array:
     """``x``, but the compiler for CPU does not share results of it with other users.
 
     A sum of squares may share the cast of ``x`` to float32 with an update, or with its
@@ -84,7 +84,7 @@ def apart(x: jax.Array) -> jax.Array:
     return _on_cpu(x)
 
 
-def after(x: jax.Array, *known: jax.Array) -> jax.Array:
+def barrier_after(x: jax.Array, *known: jax.Array) -> jax.Array:
     """``x``, with which the compiler for CPU does nothing before ``known`` are known.
 
     So what is written in place of ``x`` needs no copy of it: 1 N of NovoGrad behind a
@@ -94,7 +94,7 @@ def after(x: jax.Array, *known: jax.Array) -> jax.Array:
     return _on_cpu(x, *known)
 
 
-def together(arrays: T) -> T:
+def barrier(arrays: T) -> T:
     """The same arrays, and nobody reads one before all are computed.
 
     A layer that is written into the array that it was read from has to be known first.
@@ -104,13 +104,13 @@ def together(arrays: T) -> T:
     return jax.lax.optimization_barrier(arrays)
 
 
-def written(arrays: T) -> T:
-    """:func:`together` for what is written in place, but not for TPU.
+def barrier_in_place(arrays: T) -> T:
+    """:func:`barrier` for what is written in place, but not for TPU.
 
     Its compiler writes each array of a layer as soon as it is known. So it keeps fewer
     of them: 0.003 N instead of 0.05 N for float32 AdamW on v5e.
     """
-    return on_tpu(lambda x: x, together)(arrays)
+    return on_tpu(lambda x: x, barrier)(arrays)
 
 
 def part(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
@@ -164,7 +164,7 @@ def layer(
 
 
 def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:
-    """:func:`after` for GPU alone.
+    """:func:`barrier_after` for GPU alone.
 
     Otherwise one kernel adds all gradients to their sums, and so 1 N of them is kept.
     """

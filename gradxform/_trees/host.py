@@ -120,8 +120,8 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
     layers it makes zeros layer by layer.
     """
     if not has_layers(x, 0) or jax.typeof(x).sharding.spec[0]:
-        return jax.device_put(compilers.together((x, last))[0], _HOST)
-    each, _ = compilers.together((jnp.arange(len(x)), last))
+        return jax.device_put(compilers.barrier((x, last))[0], _HOST)
+    each, _ = compilers.barrier((jnp.arange(len(x)), last))
     row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
     return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
 
@@ -157,7 +157,7 @@ def brought_after(
 
     def bring(mark: object, part: PyTree[T]) -> PyTree[T]:
         if isinstance(mark, Placeholder):
-            part, _ = compilers.together((part, grads[mark.path]))
+            part, _ = compilers.barrier((part, grads[mark.path]))
         return brought(part)
 
     return jax.tree.map(bring, marks, state, is_leaf=is_placeholder)

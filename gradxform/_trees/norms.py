@@ -110,9 +110,12 @@ def alone(updates: optax.Updates) -> optax.Updates:
     """Updates to take :func:`squared_norms` of, whose squares nothing else shares.
 
     Otherwise the compiler for CPU writes the squares for AdamW or Adagrad behind: 1 N,
-    and 2 N moved. All who ask for the same norms share them.
+    and 2 N moved. All who ask for the same norms share them. In half precision each sum
+    has a barrier of its own, and a second one would cost 0.25 N with a loss inside.
     """
-    return maps.map_updates(compilers.apart, updates)
+    return maps.map_updates(
+        lambda g: g if g.dtype.itemsize < 4 else compilers.unshared(g), updates
+    )
 
 
 def products(
@@ -153,27 +156,22 @@ def _read_again(x: jax.Array, square: jax.Array) -> jax.Array:
     compiler for CPU writes a widened copy, so the sums should share one.
     """
     if x.dtype == jnp.bfloat16:
-        return dtypes.widen(compilers.after(x, square))
-    return dtypes.widen(compilers.apart(x) if x.dtype.itemsize < 4 else x)
+        return dtypes.widen(compilers.barrier_after(x, square))
+    return dtypes.widen(compilers.unshared(x) if x.dtype.itemsize < 4 else x)
 
 
-def squared_rows(
-    updates: optax.Updates, *, limit: jax.typing.ArrayLike | None = None
-) -> PyTree[jax.Array]:
-    """``Σ min(|g|, limit)²`` of each row that is there, over all axes but the first.
+def squared_rows(updates: optax.Updates) -> PyTree[jax.Array]:
+    """``Σ|g|²`` of each row that is there, over all axes but the first.
 
     On CPU, barriers keep all of it apart from the clip of the updates. Otherwise it
-    would read the clip's results from memory: 1 N, and 7 N moved instead of 4 N. A
-    clamp is not fused with a sum at all. The results have a barrier, too, because XLA
-    turns a sum of sums into one sum of all entries.
+    would read the clip's results from memory: 1 N, and 7 N moved instead of 4 N. The
+    results have a barrier, too, because XLA turns a sum of sums into one sum of all
+    entries.
     """
 
     def sums(g: jax.Array) -> jax.Array:
-        g = compilers.apart(g)
-        if limit is not None:
-            most = compilers.apart(jnp.asarray(limit, g.dtype))
-            g = jnp.minimum(jnp.abs(g), most)
-        return compilers.apart(_sum(arithmetic.abs_sq(g), min(1, g.ndim)))
+        squares = arithmetic.abs_sq(compilers.unshared(g))
+        return compilers.unshared(_sum(squares, min(1, g.ndim)))
 
     return maps.map_leaves(
         lambda g: sums(jnp.asarray(g)) if maps.has_gradient(g) else g,
@@ -184,7 +182,7 @@ def squared_rows(
 @functools.partial(jax.jit, static_argnames=("stacked", "squared"))  # Traced once.
 def _sum_of_squares(x: jax.Array, *, stacked: int, squared: bool) -> jax.Array:
     if x.dtype.itemsize < 4:
-        x = compilers.apart(x)
+        x = compilers.unshared(x)
     return _sum(x if squared else arithmetic.abs_sq(x), stacked)
 
 

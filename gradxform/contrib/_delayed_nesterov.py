@@ -122,7 +122,7 @@ def scale_by_delayed_nesterov(
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
         del params, extra
-        momentum.check("delayed_nesterov", updates, state.mu)
+        momentum.check_dense("delayed_nesterov", updates, state.mu)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
         def step(
@@ -138,7 +138,7 @@ def scale_by_delayed_nesterov(
             delta = dtypes.widen(total)
             old = dtypes.widen(mu).astype(delta.dtype)
             moved = arithmetic.scale(old, b1) + arithmetic.scale(delta, 1 / num_delay)
-            mu, moved = momentum.stored(g, mu, jnp.where(moves, moved, old))
+            mu, moved = momentum.in_both_dtypes(g, mu, jnp.where(moves, moved, old))
             # u_t = (1 - cN + c)·b1·mu_t + g_t/N where N | t, else c·b1·mu_t + g_t/N
             numbers = (activation, num_delay, b1)
             c, n, decay = (jnp.asarray(x, dtypes.compute_dtype(g)) for x in numbers)

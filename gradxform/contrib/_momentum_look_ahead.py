@@ -135,7 +135,7 @@ def scale_by_momentum_look_ahead(
         **extra: object,
     ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
         del params, extra
-        momentum.check("momentum_look_ahead", updates, state.mu)
+        momentum.check_dense("momentum_look_ahead", updates, state.mu)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
         def step(
@@ -149,7 +149,7 @@ def scale_by_momentum_look_ahead(
             wide, kept = dtypes.widen(g), decay + fresh * b
             moved = scale_leading(dtypes.widen(mu).astype(wide.dtype), kept)
             moved += scale_leading(wide, fresh * a)
-            mu, moved = momentum.stored(g, mu, moved)
+            mu, moved = momentum.in_both_dtypes(g, mu, moved)
             # u_t = a·g + b·m_{t-1} + b1·m_t. It computes m_{t-1} back from m_t, so m_t
             # can replace m_{t-1}: nothing reads that any longer.
             none = kept == 0  # Then b1 and b are 0, and u_t is m_t.

@@ -153,3 +153,24 @@ def test_the_derivative_of_the_norm_at_zero_is_zero():
 def test_the_norm_of_nothing_is_zero():
     assert gx.global_norm({}) == 0.0
     assert gx.global_norm({"a": None}) == 0.0
+
+
+@pytest.mark.parametrize("from_config", [False, True], ids=["direct", "from_config"])
+@pytest.mark.parametrize(
+    ("name", "rest"),
+    [("adagrad", {}), ("adagrad", {"row_wise": True}), ("ftrl", {}), ("novograd", {})],
+    ids=["adagrad", "row_wise", "ftrl", "novograd"],
+)
+def test_the_norm_before_an_optimizers_clip_is_in_its_state(name, rest, from_config):
+    rest = rest | {"learning_rate": 0.1, "global_clipnorm": 1.0}
+    config = {"name": name} | rest
+    tx = gx.from_config(config) if from_config else getattr(gx, name)(**rest)
+    tx = gx.drop_stale(tx, 0)
+    params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
+    state = tx.init(params)
+    assert optax.tree.get(state, "global_norm") == 0
+    for step, factor in enumerate((1.0, 10.0)):
+        grads = {"w": jnp.full((2, 2), 4.0 * factor), "b": jnp.full(2, 3.0 * factor)}
+        params, state = gx.apply_gradients(tx, grads, state, params, local_step=step)
+        norm = factor * np.sqrt(4 * 16.0 + 2 * 9.0)
+        np.testing.assert_allclose(optax.tree.get(state, "global_norm"), norm, 1e-6)

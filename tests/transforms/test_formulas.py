@@ -547,7 +547,7 @@ def test_a_number_that_misses_its_end_by_a_rounding_is_that_end(case):
     """As compiled schedules do: ``linear_schedule(0.1, 0.0, 5)`` ends at -1.5e-9."""
     name, rest, argument, end, side = case
     static = [k for k, v in rest.items() if isinstance(v, bool) or k == "num_delay"]
-    make = optax.inject_hyperparams(getattr(gx, name), static_args=static)
+    make = optax.inject_hyperparams(factory(name), static_args=static)
     tx = make(**{"learning_rate": 0.1} | rest | {argument: missed(end, side * 1e-6)})
     params, *grads = ({k: x[k] for k in ("b", "k")} for x in sequence(1, steps=4))
     wanted = getattr(oracles, name)

@@ -125,7 +125,7 @@ def test_a_linear_link_is_its_own_transpose(name, dtype):
 @pytest.mark.slow
 def test_ordered_sums_work_under_every_jax_transformation():
     x = jnp.array([1.0, 1 / 3, -2.7], jnp.bfloat16)
-    got = taken_through(lambda x: compilers.after(2 * x, jnp.sum(x)), x)
+    got = taken_through(lambda x: compilers.barrier_after(2 * x, jnp.sum(x)), x)
     expected = taken_through(lambda x: 2 * x, x)
     chex.assert_trees_all_equal(got, expected)
     chex.assert_trees_all_equal_dtypes(got, expected)
@@ -134,8 +134,8 @@ def test_ordered_sums_work_under_every_jax_transformation():
     # A value that only has to be computed earlier gives no derivative.
     known = jnp.ones(())
     for how in (jax.grad, jax.jacfwd):
-        assert how(lambda known: jnp.sum(compilers.after(x, known)))(known) == 0
-    batched = jax.vmap(lambda known: compilers.after(x, known), out_axes=None)
+        assert how(lambda known: jnp.sum(compilers.barrier_after(x, known)))(known) == 0
+    batched = jax.vmap(lambda known: compilers.barrier_after(x, known), out_axes=None)
     np.testing.assert_array_equal(batched(jnp.ones(2)), x)
 
 
