@@ -207,7 +207,7 @@ class _Formula(NamedTuple):
         w: jax.typing.ArrayLike = 0,
         decays: bool = False,
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        nu = _average(nu, square, count, self.b2)
+        nu = _average(nu, square, count, self.b2, 1 - self.b2)
         # ĝ = g / sqrt(nu + eps), or g / (sqrt(nu) + eps)
         inverse = arithmetic.inverse_sqrt(nu, self.eps, self.eps_in_sqrt)
         d = arithmetic.scale_leading(dtypes.widen(g), inverse)
@@ -227,11 +227,16 @@ class _Formula(NamedTuple):
 
 @jax.jit  # Traced once for each shape, not for each layer.
 def _average(
-    nu: jax.Array, square: jax.Array, count: jax.Array, b2: jax.typing.ArrayLike
+    nu: jax.Array,
+    square: jax.Array,
+    count: jax.Array,
+    b2: jax.typing.ArrayLike,
+    rest: jax.typing.ArrayLike,
 ) -> jax.Array:
+    """The squared norm of a layer; ``rest`` is ``1 - b2`` before it is rounded."""
     # nu_1 = ‖g_1‖², nu_t = b2·nu_{t-1} + (1-b2)·‖g_t‖²
     square = square.astype(nu.dtype)
-    averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, 1 - b2)
+    averaged = arithmetic.scale(nu, b2) + arithmetic.scale(square, rest)
     # A layer's first gradient may come late, after some None. Until then nu is -0.0,
     # and the sign tells it from a norm of 0. Optax's states begin with 0.0.
     first = (count == 0) | ((nu == 0) & jnp.signbit(nu))

@@ -183,7 +183,7 @@ def test_sharded_arrays_stay_sharded(axis_type):
         np.testing.assert_array_equal(f(x), 2 * x.astype(jnp.bfloat16))
 
 
-OPERATIONS = ["apart", "after", "in_turn", "in_hbm"]
+OPERATIONS = ["unshared", "barrier_after", "in_turn", "in_hbm"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
