@@ -86,10 +86,10 @@ class Gate:
 
     def __post_init__(self) -> None:
         # Profilers, `jax.named_call` and other tools ask a function for these.
-        scope, _, _ = self.decide.__qualname__.rpartition(".")
+        scope, _, _ = self.decide.__qualname__.partition(".")
         vars(self).update(
             __name__="update_fn",
-            __qualname__=f"{scope}.update_fn",
+            __qualname__=f"{scope}.<locals>.update_fn",
             __module__=self.decide.__module__,
         )
 
@@ -133,7 +133,11 @@ def gate(
     """Makes a transformation from what a gate decides about a push."""
     versions.before_tracing()
     inner = with_extra_args_support(inner)
-    return GatedTransformation(init, Gate(decide, inner))
+
+    def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
+        return init(params)
+
+    return GatedTransformation(init_fn, Gate(decide, inner))
 
 
 def step(

@@ -127,15 +127,7 @@ class Accumulator:
 
     def gate(self) -> GatedTransformation:
         """The transformation."""
-
-        # Functions, and no methods: tools ask for their names.
-        def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
-            return self.init(params)
-
-        def decide(*args: Any, **extra: Any) -> Decision:  # As the method.
-            return self.decide(*args, **extra)
-
-        return gate.gate(init_fn, self.inner, decide)
+        return gate.gate(self.init, self.inner, self.decide)
 
     def init(self, params: optax.Params) -> ConditionalAccumulatorState:
         """The state before the first push."""
