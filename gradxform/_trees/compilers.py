@@ -208,7 +208,8 @@ def in_hbm(x: jax.Array) -> jax.Array:
     """``x``, which the compiler for TPU keeps in HBM.
 
     If it were in VMEM, a branch of a conditional might first move it to another array
-    in HBM: 1.1 N for the sums of ``gx.accumulate`` on v5e.
+    in HBM: for the sums of ``gx.accumulate`` with ``optax.apply_updates`` on v5e, 1.19
+    N instead of 0.07 N (Adam, 12 layers of width 1,024).
     """
     return _in_hbm(x)
 
