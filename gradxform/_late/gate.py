@@ -26,7 +26,7 @@ from gradxform._late.conditional import By, typed_cond
 from gradxform._late.counters import counted
 from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
-from gradxform._trees.compilers import in_hbm, narrow, where
+from gradxform._trees.compilers import in_hbm, narrow, zeros_unless
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Path, PyTree
 
@@ -262,7 +262,7 @@ def _taken_from(
     def update(r: jax.Array, u: Leaf) -> Leaf:
         if not isinstance(u, jax.Array) or u.shape != (0,) or not r.size:
             return u
-        return narrow(where(applied, r), u.dtype)
+        return narrow(zeros_unless(applied, r), u.dtype)
 
     return maps.map_leaves(update, buffers, rest)
 

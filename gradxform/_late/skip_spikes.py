@@ -148,7 +148,7 @@ def skip_spikes(
         **extra: Any,
     ) -> Decision:
         del params
-        updates = boundary.entered(updates)  # Also for all behind the gate.
+        updates = boundary.summed_rows(updates)  # Also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
         given = jnp.array([True, value is not None])
         loss = jnp.zeros((), jnp.float32)

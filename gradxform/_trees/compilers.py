@@ -163,7 +163,7 @@ def layer(
     return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
 
 
-def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:
+def barrier_on_gpu(x: jax.Array, *known: jax.Array) -> jax.Array:
     """:func:`after` for GPU alone.
 
     Otherwise one kernel adds all gradients to their sums, and so 1 N of them is kept.
@@ -171,7 +171,7 @@ def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:
     return _on_gpu(x, *known)
 
 
-def where(pred: jax.Array, x: jax.Array) -> jax.Array:
+def zeros_unless(pred: jax.Array, x: jax.Array) -> jax.Array:
     """``x`` if ``pred``, else zeros.
 
     The compiler for GPU makes one array of all zeros of a shape. If a loss begins a sum
@@ -180,7 +180,7 @@ def where(pred: jax.Array, x: jax.Array) -> jax.Array:
     """
     if versions.unreduced_axes(jax.typeof(x)):  # `jnp.where` does not take it.
         return jax.lax.select(pred, x, jnp.zeros_like(x))
-    return jnp.where(pred, x, in_turn(jnp.zeros((), x.dtype)))
+    return jnp.where(pred, x, barrier_on_gpu(jnp.zeros((), x.dtype)))
 
 
 def _pinned(x: jax.Array) -> jax.Array:
