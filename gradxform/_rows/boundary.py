@@ -90,7 +90,7 @@ def gather_rows(g: Leaf, x: Gradient) -> jax.Array:
 
 
 def param_rows(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
-    """A parameter with only the rows that :func:`gather_rows` has read; else the leaf."""
+    """A parameter with only the rows that :func:`gather_rows` gave; else the leaf."""
     return ascending(g.indices, rows, g.dense_shape) if is_sparse(g) else rows
 
 
