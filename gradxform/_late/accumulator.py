@@ -96,7 +96,9 @@ def conditional_accumulator(
         above 2²⁴ each addition rounds it, by at most 6e-8 of it. With float16 sums take
         weights near 1, so that w·g does not overflow.
       last: a bool, also traced: whether this push makes the step, whatever n is. A push
-        that is left out makes the step of those before it, if there are any.
+        that is left out makes the step of those before it, if there are any. It still
+        says which leaves are stepped: those that it has a gradient for. If those before
+        it have none for such a leaf, ``inner`` gets zeros there.
 
     ``inner`` receives neither of the two. So an accumulator inside counts each mean as
     one push. If a traced weight is negative or NaN, the step is NaN.

@@ -32,7 +32,9 @@ def typed_cond(
 
     XLA for GPU decides by a bool in another way: it computes both sides and selects, if
     they are elementwise. If not, it puts ``apply`` first, and then copies the arrays
-    that ``skip`` passes through. So a number decides, unless ``by`` says otherwise.
+    that ``skip`` passes through. So a number decides, unless ``by`` says otherwise. On
+    v5e both have the same figures.
+
     XLA for TPU never selects by itself. With ``"select"`` the program does, unless
     ``apply`` has side effects, so no array comes out of a conditional. In 12 dense
     layers on v5e, a push to ``gx.accumulate`` of SGD moves 5.0 N instead of 7.2 N with

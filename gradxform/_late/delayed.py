@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -116,27 +117,6 @@ def delayed(
     if not any(jax.tree.leaves(num_steps)):
         return inner
 
-    def init_fn(params: optax.Params) -> DelayedState:
-        checks.of_same_kind("ring_dtype", ring_dtype, params)
-        params = maps.stored(params)
-        inner_state = gate.inner_state(inner, params)
-        leaves = boxes.unboxed(params)
-
-        def zeros(p: jax.Array, delay: int) -> jax.Array:
-            dtype = dtypes.inexact_dtype(p) if ring_dtype is None else ring_dtype
-            zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
-            return constants.stacked(zero, delay) if delay else zero
-
-        delays = checks.prefix("num_steps", boxes.unboxed(num_steps), leaves)
-        ring = maps.map_params(zeros, leaves, delays)
-        number = len(maps.leaves(leaves))
-        return DelayedState(
-            # One array for all leaves: on GPU each array costs the start of a kernel.
-            count=constants.stacked(constants.zero(params, jnp.int32), number),
-            ring=boxes.boxed(params, ring),
-            inner_state=inner_state,
-        )
-
     def decide(
         updates: optax.Updates,
         state: DelayedState,
@@ -160,29 +140,48 @@ def delayed(
             # g_{t - d}
             return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
 
-        full = jnp.all(count >= delays)  # Each leaf has an old one to apply.
-
         def settle(state: DelayedState, applied: jax.Array, _: object) -> DelayedState:
             # The new gradient is written after the step has read the old one. So the
             # ring buffer needs no copy.
             never = constants.never(applied.astype(jnp.float32))
-
-            def with_newest(g: Leaf, ring: jax.Array, slot: jax.Array) -> jax.Array:
-                if not maps.has_gradient(g) or not (delay := _delay(ring)):
-                    return ring
-                new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
-                if delay == 1:
-                    return new
-                return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
-
-            new = jax.tree.unflatten(treedef, map(with_newest, leaves, rings, slots))
+            newest = functools.partial(_with_newest, never)
+            new = jax.tree.unflatten(treedef, map(newest, leaves, rings, slots))
             return state._replace(ring=boxes.as_in(state.ring, new))
 
+        full = jnp.all(count >= delays)  # Each leaf has an old one to apply.
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
         state = state._replace(count=jnp.where(delays > 0, one_more, count))
         return Decision(full, True, late, state, extra, settle=settle, ordered=True)
 
-    return gate.gate(init_fn, inner, decide)
+    init = functools.partial(_init, inner, num_steps, ring_dtype)
+    return gate.gate(init, inner, decide)
+
+
+def _init(
+    inner: optax.GradientTransformation,
+    num_steps: PyTree[int],
+    ring_dtype: jax.typing.DTypeLike | None,
+    params: optax.Params,
+) -> DelayedState:
+    checks.of_same_kind("ring_dtype", ring_dtype, params)
+    params = maps.stored(params)
+    inner_state = gate.inner_state(inner, params)
+    leaves = boxes.unboxed(params)
+
+    def zeros(p: jax.Array, delay: int) -> jax.Array:
+        dtype = dtypes.inexact_dtype(p) if ring_dtype is None else ring_dtype
+        zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
+        return constants.stacked(zero, delay) if delay else zero
+
+    delays = checks.prefix("num_steps", boxes.unboxed(num_steps), leaves)
+    ring = maps.map_params(zeros, leaves, delays)
+    number = len(maps.leaves(leaves))
+    return DelayedState(
+        # One array for all leaves: on GPU each array costs the start of a kernel.
+        count=constants.stacked(constants.zero(params, jnp.int32), number),
+        ring=boxes.boxed(params, ring),
+        inner_state=inner_state,
+    )
 
 
 def _delay(ring: Leaf) -> int:
@@ -197,6 +196,18 @@ def _oldest(g: Leaf, ring: jax.Array, slot: jax.Array) -> PyTree[jax.Array]:
     at = slot if delay > 1 else 0
     old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
     return narrow(old, maps.gradient_dtype(g))
+
+
+def _with_newest(
+    never: jax.Array, g: Leaf, ring: jax.Array, slot: jax.Array
+) -> jax.Array:
+    """The ring buffer with the new gradient; ``never`` is False, known after a step."""
+    if not maps.has_gradient(g) or not (delay := _delay(ring)):
+        return ring
+    new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
+    if delay == 1:
+        return new
+    return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
 
 
 def _check_numbers(num_steps: PyTree[int]) -> None:

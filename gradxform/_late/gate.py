@@ -26,7 +26,7 @@ from gradxform._late.conditional import By, typed_cond
 from gradxform._late.counters import counted
 from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
-from gradxform._trees.compilers import in_hbm, narrow, where
+from gradxform._trees.compilers import in_hbm, narrow, zeros_unless
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Path, PyTree
 
@@ -86,10 +86,10 @@ class Gate:
 
     def __post_init__(self) -> None:
         # Profilers, `jax.named_call` and other tools ask a function for these.
-        scope, _, _ = self.decide.__qualname__.rpartition(".")
+        scope, _, _ = self.decide.__qualname__.partition(".")
         vars(self).update(
             __name__="update_fn",
-            __qualname__=f"{scope}.update_fn",
+            __qualname__=f"{scope}.<locals>.update_fn",
             __module__=self.decide.__module__,
         )
 
@@ -133,7 +133,11 @@ def gate(
     """Makes a transformation from what a gate decides about a push."""
     versions.before_tracing()
     inner = with_extra_args_support(inner)
-    return GatedTransformation(init, Gate(decide, inner))
+
+    def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
+        return init(params)
+
+    return GatedTransformation(init_fn, Gate(decide, inner))
 
 
 def step(
@@ -191,11 +195,11 @@ def _guarded(
     decision = gate.decide(updates, state, params, **extra)
     before = decision.state.inner_state
     by: By = "bool"
+    buffers = decision.buffers
     if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
-    elif not whole and decision.buffers is not None:
-        by = "number"
-    buffers = decision.buffers if by == "select" else _in_hbm(decision.buffers)
+    elif not whole and buffers is not None:
+        by, buffers = "number", maps.map_leaves(_in_hbm, buffers)
     # New parameters take the arrays of the old ones, so they need no others.
     free = None if whole else buffers
     unchanged = params if whole else None
@@ -223,17 +227,17 @@ def _own_brought(path: Path, x: Leaf) -> Leaf:
     return x if inside else host.brought(x)
 
 
-def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:
-    """Keeps arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
-    return maps.map_leaves(
-        lambda r: in_hbm(r) if isinstance(r, jax.Array) else r, buffers
-    )
+def _in_hbm(x: Leaf) -> Leaf:
+    return in_hbm(x) if isinstance(x, jax.Array) else x
 
 
 def _put_into(
     buffers: optax.Updates | None, updates: Outcome
 ) -> tuple[Outcome, optax.Updates]:
-    """Moves updates into arrays that hold them exactly; an empty one marks each."""
+    """Moves updates into arrays that hold them exactly; an empty one marks each.
+
+    Otherwise CPU keeps 1.00 N instead of 0.11 N, for SGD and Adam in 12 dense layers.
+    """
     if buffers is None:
         return updates, ()  # None would be a leaf of a type that is not known yet.
 
@@ -258,7 +262,7 @@ def _taken_from(
     def update(r: jax.Array, u: Leaf) -> Leaf:
         if not isinstance(u, jax.Array) or u.shape != (0,) or not r.size:
             return u
-        return narrow(where(applied, r), u.dtype)
+        return narrow(zeros_unless(applied, r), u.dtype)
 
     return maps.map_leaves(update, buffers, rest)
 

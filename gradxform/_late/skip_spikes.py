@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -138,20 +139,6 @@ def skip_spikes(
             inner_state=inner.init(params),
         )
 
-    def is_spike(x: jax.Array, history: jax.Array, num_held: jax.Array) -> jax.Array:
-        # Distances from the newest number lose no digits: if all are equal, they are 0.
-        # In units of the longest one no square overflows, and none becomes 0.
-        filled = jnp.arange(window, 0, -1, jnp.int32) <= num_held
-        away = jnp.where(filled, history - history[-1], 0)
-        unit = jnp.maximum(jnp.max(jnp.abs(away)), jnp.finfo(x.dtype).tiny)
-        n = jnp.maximum(num_held, 2).astype(x.dtype)
-        mean = jnp.sum(away / unit) / n
-        squares = jax.lax.square(away / unit - mean)
-        std = jnp.sqrt(jnp.sum(squares, where=filled) / (n - 1))
-        # x - mean(h) > sigmas · std(h)
-        above = (x - history[-1]) / unit - mean > jnp.asarray(sigmas, x.dtype) * std
-        return above & (num_held >= dtypes.saturated(warmup))
-
     def decide(
         updates: optax.Updates,
         state: SkipSpikesState,
@@ -161,7 +148,7 @@ def skip_spikes(
         **extra: Any,
     ) -> Decision:
         del params
-        updates = boundary.entered(updates)  # Also for all behind the gate.
+        updates = boundary.summed_rows(updates)  # Also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
         given = jnp.array([True, value is not None])
         loss = jnp.zeros((), jnp.float32)
@@ -172,7 +159,9 @@ def skip_spikes(
         x = jnp.stack([arithmetic.safe_sqrt(square).astype(jnp.float32), loss])
         history, num_held = state.history, state.num_held
         finite = jnp.all(jnp.isfinite(x))
-        accepted = finite & ~jnp.any(jax.vmap(is_spike)(x, history, num_held) & given)
+        spikes = _are_spikes(x, history, num_held, sigmas)
+        spikes &= given & (num_held >= dtypes.saturated(warmup))
+        accepted = finite & ~jnp.any(spikes)
         enters = finite & given
         later = jnp.concatenate([history[:, 1:], x[:, None]], axis=1)
         state = state._replace(
@@ -183,3 +172,21 @@ def skip_spikes(
         return Decision(accepted, accepted, lambda _: updates, state, extra)
 
     return gate.gate(init_fn, inner, decide)
+
+
+@functools.partial(jax.vmap, in_axes=(0, 0, 0, None))
+def _are_spikes(
+    x: jax.Array, h: jax.Array, num_held: jax.Array, sigmas: jax.typing.ArrayLike
+) -> jax.Array:
+    """Which numbers are far above the last ``num_held`` of their histories h."""
+    # Distances from the newest number lose no digits: if all are equal, they are 0.
+    # In units of the longest one no square overflows, and none becomes 0.
+    filled = jnp.arange(h.size, 0, -1, jnp.int32) <= num_held
+    away = jnp.where(filled, h - h[-1], 0)
+    unit = jnp.maximum(jnp.max(jnp.abs(away)), jnp.finfo(x.dtype).tiny)
+    n = jnp.maximum(num_held, 2).astype(x.dtype)
+    mean = jnp.sum(away / unit) / n
+    squares = jax.lax.square(away / unit - mean)
+    std = jnp.sqrt(jnp.sum(squares, where=filled) / (n - 1))
+    # x - mean(h) > sigmas · std(h)
+    return (x - h[-1]) / unit - mean > jnp.asarray(sigmas, x.dtype) * std

@@ -22,7 +22,7 @@ from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, mesh
-from gradxform._trees.compilers import in_turn, narrow, where
+from gradxform._trees.compilers import barrier_on_gpu, narrow, zeros_unless
 from gradxform._trees.types import Leaf, PyTree
 
 _TABLE = 2**14  # Rows; a matrix with as many is a table.
@@ -127,15 +127,7 @@ class Accumulator:
 
     def gate(self) -> GatedTransformation:
         """The transformation."""
-
-        # Functions, and no methods: tools ask for their names.
-        def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
-            return self.init(params)
-
-        def decide(*args: Any, **extra: Any) -> Decision:  # As the method.
-            return self.decide(*args, **extra)
-
-        return gate.gate(init_fn, self.inner, decide)
+        return gate.gate(self.init, self.inner, self.decide)
 
     def init(self, params: optax.Params) -> ConditionalAccumulatorState:
         """The state before the first push."""
@@ -276,7 +268,7 @@ class Accumulator:
         If the push makes the step, sums that act are divided by n. In a table only the
         rows that the push holds are added.
         """
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         absent = maps.map_leaves(lambda g: not maps.has_gradient(g), updates)
         if any(jax.tree.leaves(absent)):  # No gradient replaces their old sums.
             state = _cleared(~push.begun, absent, state)
@@ -300,7 +292,9 @@ class Accumulator:
                 return narrow(new, total.dtype)
             return _divided_if(push.full, g, new, n, total.dtype)
 
-        return _in_turn(one, updates, state.accumulated, divisors, acts), row_counts
+        return _map_backwards(
+            one, updates, state.accumulated, divisors, acts
+        ), row_counts
 
     def _mean(
         self,
@@ -386,7 +380,7 @@ def _cleared(
     return state._replace(**new)
 
 
-def _in_turn(
+def _map_backwards(
     f: Callable[..., jax.Array], updates: optax.Updates, *rest: PyTree[Any]
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
@@ -402,7 +396,7 @@ def _in_turn(
     for g, *leaf in reversed([*leaves]):
         is_table = isinstance(g, jax.Array) and g.ndim == 2 and len(g) >= _TABLE
         waits = isinstance(g, jax.Array) and g.ndim > 1 and not is_table
-        result = f(in_turn(g, *last) if waits else g, *leaf)
+        result = f(barrier_on_gpu(g, *last) if waits else g, *leaf)
         results.append(result)
         last = (result,) if waits else last
     return jax.tree.unflatten(maps.structure(updates), results[::-1])
@@ -417,9 +411,9 @@ def _moved(
     """
     if not maps.has_gradient(g):
         return total
-    before = where(begun, boundary.touched(g, total))
+    before = zeros_unless(begun, boundary.gather_rows(g, total))
     new = f(jnp.asarray(maps.stored(g)), before)
-    return boundary.written(g, total, new, keeps=begun)
+    return boundary.scatter_rows(g, total, new, keeps=begun)
 
 
 def _widest(sums: optax.Updates) -> np.dtype[Any]:

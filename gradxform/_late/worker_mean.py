@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -139,27 +140,6 @@ def worker_mean(
     checks.one_of("method", method, get_args(Method))
     checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
 
-    def init_fn(params: optax.Params) -> WorkerMeanState:
-        checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
-        inner_state = gate.inner_state(inner, params)
-
-        unboxed = boxes.unboxed(params)
-        row = constants.zeros(unboxed, accumulator_dtype, dtypes.wide_dtype)
-
-        def stacked(tree: optax.Updates, number: int) -> optax.Updates:
-            return jax.tree.map(lambda x: constants.stacked(x, number), tree)
-
-        return WorkerMeanState(
-            global_step=constants.zero(params, jnp.int32),
-            stale_count=constants.zero(params, jnp.int32),
-            counts=constants.stacked(constants.zero(params, jnp.int32), n),
-            stepped=constants.stacked(constants.zero(params, jnp.bool), n),
-            table=boxes.boxed(params, stacked(row, n)),
-            means=boxes.boxed(params, stacked(row, 2 if method == "ringleader" else 1)),
-            turn=constants.zero(params, jnp.int32),
-            inner_state=inner_state,
-        )
-
     def decide(
         updates: optax.Updates,
         state: WorkerMeanState,
@@ -170,42 +150,30 @@ def worker_mean(
         **extra: Any,
     ) -> Decision:
         del params
-        boundary.dense("worker_mean", updates)
-        row = jax.tree.map(
-            lambda x: jax.core.ShapedArray(x.shape[1:], x.dtype),
-            boxes.as_in(updates, state.table),
-        )
-        checks.same_shapes("updates", updates, "a row of the table", row)
+        _check(updates, boxes.as_in(updates, state.table))
         accepted, i = workers.row_of("worker_mean", worker, n)
         extra["worker"] = i
         if local_step is not None or method == "all":
             extra["local_step"] = checks.local_step("worker_mean", local_step)
-        row, ahead = state.turn, jnp.array(False)
         if method == "all":
             # fresh iff local_step >= global_step
             accepted &= extra["local_step"] >= state.global_step
-        if method == "ringleader":
-            # The push of a worker that has stepped belongs to the next cycle.
-            ahead = state.stepped[i]
-            row = jnp.where(ahead, 1 - state.turn, state.turn)
-
-        were_complete = jnp.all(state.counts > 0)
-        kept = {name: getattr(state, name) for name in _WRITTEN}
+        # The push of a worker that has stepped belongs to the next cycle.
+        ahead = state.stepped[i]
+        row = jnp.where(ahead, 1 - state.turn, state.turn)
+        latest = method == "latest"
+        before, kept = state.counts, {name: getattr(state, name) for name in _WRITTEN}
         new = typed_cond(
             accepted,
-            lambda: _with_push(updates, state, i, row, method == "latest"),
+            lambda: _with_push(updates, state, i, row, newest_only=latest),
             lambda: kept,
         )
         state = state._replace(**new)
-        complete = jnp.all(state.counts > 0)
-        if method == "latest":
-            # Once each worker has pushed, every further push makes a step.
-            complete = were_complete
-        if method == "ringleader":
-            # The first phase ends with the push that completes the table, which makes
-            # the first step. In the second phase each worker makes one.
-            complete = (complete | jnp.any(state.stepped)) & ~ahead
-        full = accepted & complete
+        # Of the newest pushes, every one after the first of each worker makes a step.
+        complete = jnp.all((before if latest else state.counts) > 0)
+        # The first phase of a cycle ends with the push that completes the table, which
+        # makes the first step. In the second phase each worker makes one.
+        full = accepted & (complete | jnp.any(state.stepped)) & ~ahead
         means = boxes.as_in(updates, state.means)
 
         def mean(_: object) -> optax.Updates:
@@ -218,22 +186,70 @@ def worker_mean(
         def settle(
             state: WorkerMeanState, applied: jax.Array, _: object
         ) -> WorkerMeanState:
-            if method == "latest":
+            if latest:
                 return state
             if method == "all":  # Everything starts again from zero.
                 return _cleared(applied, _restarted(full, state), row, updates)
-            # The row of a worker that has stepped is empty for the next cycle.
-            state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
-            stepped = state.stepped.at[i].set(full | ahead)
-            # After n steps the next cycle begins.
-            over = applied & jnp.all(stepped)
-            state = _cleared(over, state, row)
-            turn = jnp.where(over, 1 - state.turn, state.turn)
-            return state._replace(stepped=stepped & ~over, turn=turn)
+            return _next_in_cycle(state, i, row, full, ahead, applied)
 
         return Decision(full, accepted, mean, state, extra, settle=settle, ordered=True)
 
-    return gate.gate(init_fn, inner, decide)
+    init = functools.partial(_init, inner, n, method, accumulator_dtype)
+    return gate.gate(init, inner, decide)
+
+
+def _init(
+    inner: optax.GradientTransformation,
+    n: int,
+    method: Method,
+    accumulator_dtype: jax.typing.DTypeLike | None,
+    params: optax.Params,
+) -> WorkerMeanState:
+    checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+    inner_state = gate.inner_state(inner, params)
+    row = constants.zeros(boxes.unboxed(params), accumulator_dtype, dtypes.wide_dtype)
+
+    def stacked(number: int) -> optax.Updates:
+        rows = jax.tree.map(lambda x: constants.stacked(x, number), row)
+        return boxes.boxed(params, rows)
+
+    return WorkerMeanState(
+        global_step=constants.zero(params, jnp.int32),
+        stale_count=constants.zero(params, jnp.int32),
+        counts=constants.stacked(constants.zero(params, jnp.int32), n),
+        stepped=constants.stacked(constants.zero(params, jnp.bool), n),
+        table=stacked(n),
+        means=stacked(2 if method == "ringleader" else 1),
+        turn=constants.zero(params, jnp.int32),
+        inner_state=inner_state,
+    )
+
+
+def _check(updates: optax.Updates, table: optax.Updates) -> None:
+    """Raises ``TypeError`` if a push does not fit into a row of the table."""
+    boundary.dense("worker_mean", updates)
+    row = jax.tree.map(lambda x: jax.core.ShapedArray(x.shape[1:], x.dtype), table)
+    checks.same_shapes("updates", updates, "a row of the table", row)
+
+
+def _next_in_cycle(
+    state: WorkerMeanState,
+    i: jax.Array,
+    row: jax.Array,
+    full: jax.Array,
+    ahead: jax.Array,
+    applied: jax.Array,
+) -> WorkerMeanState:
+    """The state of ``"ringleader"`` after a push of worker ``i``."""
+    # The row of a worker that has stepped is empty for the next cycle.
+    own = jnp.arange(state.counts.size, dtype=jnp.int32) == i
+    state = _restarted(full & own, state)
+    stepped = state.stepped.at[i].set(full | ahead)
+    # After n steps the next cycle begins.
+    over = applied & jnp.all(stepped)
+    state = _cleared(over, state, row)
+    turn = jnp.where(over, 1 - state.turn, state.turn)
+    return state._replace(stepped=stepped & ~over, turn=turn)
 
 
 def num_workers_of(state: optax.OptState) -> int | None:

@@ -2,7 +2,7 @@
 
 A formula that is not linear in the gradient needs repeated rows summed first, and one
 that also reads state or parameters needs the rows that the gradient touches. So a
-transformation begins with rows that are summed (:func:`entered`), and
+transformation begins with rows that are summed (:func:`summed_rows`), and
 :func:`map_step` shows a formula the touched rows of a leaf and of its state. Summed
 rows stay summed: the next transformation finds nothing to do.
 """
@@ -26,7 +26,7 @@ from gradxform._trees import arithmetic, checks, constants, maps
 from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
 
 
-def entered(updates: optax.Updates) -> optax.Updates:
+def summed_rows(updates: optax.Updates) -> optax.Updates:
     """Gradients as a formula takes them: repeated rows summed, None for float0.
 
     A transformation that is linear in the gradients needs no summed rows.
@@ -52,17 +52,17 @@ def map_step(
     keeps its dtype, and a tree of state its nodes, if it has a leaf for each gradient.
     A leaf without gradient keeps its state.
     """
-    gradients, treedef = maps.flatten(entered(updates))
+    gradients, treedef = maps.flatten(summed_rows(updates))
     number, end = len(state), len(state) + len(reads)
 
     def step(g: Leaf, *others: Any) -> Sequence[Leaf]:
         old, given = others[:number], others[end:]
         if not maps.has_gradient(g):
             return g, *old
-        seen = (touched(g, x) for x in others[:end])
+        seen = (gather_rows(g, x) for x in others[:end])
         u, *new = f(jnp.asarray(maps.stored(g)), *seen, *given)
         pairs = zip(old, new, strict=True)
-        kept = (written(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
+        kept = (scatter_rows(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
         return g.with_values(u) if is_sparse(g) else u, *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
@@ -74,7 +74,7 @@ def map_step(
     ]
 
 
-def touched(g: Leaf, x: Gradient) -> jax.Array:
+def gather_rows(g: Leaf, x: Gradient) -> jax.Array:
     """The rows of a leaf that a summed row-sparse gradient touches; else all of it.
 
     Padding reads zeros, and so do rows that a part of a table or a gradient lacks.
@@ -90,13 +90,13 @@ def touched(g: Leaf, x: Gradient) -> jax.Array:
 
 
 def param_rows(g: Leaf, rows: jax.Array) -> jax.Array | TableRows:
-    """A parameter with only the rows that :func:`touched` has read; else the leaf."""
+    """A parameter with only the rows that :func:`gather_rows` gave; else the leaf."""
     return (
         unchecked(TableRows, g.indices, rows, g.dense_shape) if is_sparse(g) else rows
     )
 
 
-def written(
+def scatter_rows(
     g: Leaf,
     table: jax.typing.ArrayLike,
     new: jax.Array,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._rows.boundary import touched
+from gradxform._rows.boundary import gather_rows
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees import maps, slice_kinds, slices, versions
 from gradxform._trees.slices import Kind, MixedSlicesError, Slices, Source
@@ -118,7 +118,7 @@ class Rows:
                         "its state has the rows of a table in columns"
                     )
                 g = self.tables[kind.source.path]
-                rows[i] = g.values if x is g else touched(g, x)
+                rows[i] = g.values if x is g else gather_rows(g, x)
         program = slices.trace(f, args, kinds, rows)
         given = [Slices(x, kind) for i, x in rows.items() if (kind := kinds[i])]
         evaluator = slices.Evaluator(self)

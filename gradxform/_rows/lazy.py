@@ -108,7 +108,7 @@ def lazy(
             return inner.update(updates, state, params, **extra)
         if params is not None:
             checks.same_shapes("updates", updates, "params", params)
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         rows = Rows.of(updates)
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
@@ -149,7 +149,7 @@ def _without_padding(u: Leaf) -> Leaf:
 
 def _written(new: Leaf, old: jax.typing.ArrayLike) -> Leaf:
     """A leaf of the new state, which may be rows of the old one."""
-    return boundary.written(new, old, new.values) if is_sparse(new) else new
+    return boundary.scatter_rows(new, old, new.values) if is_sparse(new) else new
 
 
 def _refused(name: str, value: object) -> object:

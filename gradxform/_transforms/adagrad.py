@@ -130,7 +130,7 @@ def scale_by_adagrad(
         clip_sums: optax.Updates | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         if row_wise and params is not None:  # The accumulators know only the rows.
             checks.same_shapes("updates", updates, "params", params)
         like = boxes.as_in(updates, state.sum_of_squares)

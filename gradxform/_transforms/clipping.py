@@ -51,7 +51,7 @@ def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
     Array(300., dtype=float32)
     """
     with jax.transfer_guard_host_to_device("allow"):
-        tree = norms.alone(boundary.entered(tree))
+        tree = norms.alone(boundary.summed_rows(tree))
         _, total = norms.squared_norms(tree, axis_name=axis_name)
         return arithmetic.safe_sqrt(total)
 
@@ -151,7 +151,7 @@ def clip_by_global_norm(
         **extra: object,
     ) -> tuple[optax.Updates, ClipByGlobalNormState]:
         del state, params, extra
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         if use_norm is not None:
             checks.scalar("use_norm", use_norm)
         else:
@@ -196,7 +196,7 @@ def clip_by_norm(
     max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
 
     def each_clipped(updates: optax.Updates, **_: object) -> optax.Updates:
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         squares = norms.squared_norms(updates, axis_name=axis_name)[0]
         return maps.map_updates(clipped, updates, _factors(squares, max_norm))
 
@@ -254,7 +254,7 @@ def _clip_by_value(
         return narrow(jnp.clip(dtypes.widen(g), -limit, limit), g.dtype)
 
     def each_clamped(updates: optax.Updates, **_: object) -> optax.Updates:
-        return maps.map_updates(clamped, boundary.entered(updates))
+        return maps.map_updates(clamped, boundary.summed_rows(updates))
 
     return stateless(each_clamped)
 
@@ -285,7 +285,7 @@ def _clip_with_sums(
         **extra: object,
     ) -> tuple[optax.Updates, _States]:
         clip_state, inner_state = state
-        given = boundary.entered(updates)
+        given = boundary.summed_rows(updates)
         sums = norms.squared_rows(given) if row_wise else given
         squares, total = norms.squared_norms(
             sums, axis_name=axis_name, stacked_axes=stacked_axes, squared=row_wise

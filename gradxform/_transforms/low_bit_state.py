@@ -198,13 +198,8 @@ def low_bit_state(
             nonlocal last
             if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
                 return x, x
-            shape = np.shape(x)
-            axis = max(len(shape) + block_axis, 0)
-            if len(shape) == 2 and shape[0] < 4 * block_size and shape[1] >= _SHORTEST:
-                axis = 1  # A row, perhaps a layer, has blocks of its own.
-            small = np.size(x) < min_size or shape[axis:] < (_SHORTEST,)
-            is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
-            if whole or not is_real or is_kept(name):
+            axis = None if whole else _axis_for(x, block_size, min_size, block_axis)
+            if axis is None or is_kept(name):
                 return optax.MaskedNode(), x
             x = jnp.asarray(x)
             is_manual = jax.typeof(x).sharding.mesh.manual_axes  # Axes may differ.
@@ -243,6 +238,17 @@ def low_bit_state(
 def _state(structure: Any, entries: list[tuple[_Scales, Leaf]]) -> LowBitState:
     scales, leaves = (tuple(entry[i] for entry in entries) for i in range(2))
     return LowBitState(scales, jax.tree.unflatten(structure, leaves))
+
+
+def _axis_for(x: Any, block_size: int, min_size: int, block_axis: int) -> int | None:
+    """The axis for the blocks of an array, of any leaf; None if it stays as it is."""
+    shape = np.shape(x)
+    axis = max(len(shape) + block_axis, 0)
+    if len(shape) == 2 and shape[0] < 4 * block_size and shape[1] >= _SHORTEST:
+        axis = 1  # A row, perhaps a layer, has blocks of its own.
+    small = np.size(x) < min_size or shape[axis:] < (_SHORTEST,)
+    is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
+    return axis if is_real else None
 
 
 def _blocks(length: int, block_size: int) -> int:

@@ -180,7 +180,7 @@ def master_weights(
             updates,
             state.residual,
         )
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
             updates, inner_state = inner.update(
@@ -330,7 +330,9 @@ def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
     """What ``inner`` gets for a parameter: float32, of a table the touched rows."""
     if not (maps.has_gradient(p) and maps.has_gradient(r)):
         return p
-    return boundary.param_rows(g, _joined(*(boundary.touched(g, x) for x in (p, r))))
+    return boundary.param_rows(
+        g, _joined(*(boundary.gather_rows(g, x) for x in (p, r)))
+    )
 
 
 def _check(

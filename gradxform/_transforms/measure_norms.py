@@ -91,7 +91,7 @@ def measure_norms(
         **extra: object,
     ) -> tuple[optax.Updates, MeasureNormsState]:
         del params, extra
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         old = boxes.as_in(updates, state.norms)
         checks.same_leaves("updates", updates, "norms", old, _fits)
         squares, _ = norms.squared_norms(
@@ -103,7 +103,9 @@ def measure_norms(
                 return old
             new = arithmetic.safe_sqrt(square).astype(old.dtype)
             # The rows of a table are layers only if it is a stack of rows.
-            return boundary.written(g, jnp.zeros_like(old), new) if old.ndim else new
+            return (
+                boundary.scatter_rows(g, jnp.zeros_like(old), new) if old.ndim else new
+            )
 
         trees = updates, squares, state.norms
         new = map(norm, *map(maps.leaves, trees))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradxform._trees import versions
-from gradxform._trees.compilers import where
+from gradxform._trees.compilers import zeros_unless
 from gradxform._trees.dtypes import compute_dtype, widen
 
 
@@ -41,7 +41,7 @@ def wide_sum(
     x = widen(x).astype(wide.dtype)
     if factor is None:
         return wide + x
-    return wide + where(jnp.asarray(factor) != 0, scale(x, factor))
+    return wide + zeros_unless(jnp.asarray(factor) != 0, scale(x, factor))
 
 
 def integer_sum(x: jax.Array, total: jax.Array) -> jax.Array:

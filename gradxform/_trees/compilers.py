@@ -163,7 +163,7 @@ def layer(
     return (on_tpu(written_back, read) if x.dtype == jnp.float32 else read)(x, i)
 
 
-def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:
+def barrier_on_gpu(x: jax.Array, *known: jax.Array) -> jax.Array:
     """:func:`barrier_after` for GPU alone.
 
     Otherwise one kernel adds all gradients to their sums, and so 1 N of them is kept.
@@ -171,7 +171,7 @@ def in_turn(x: jax.Array, *known: jax.Array) -> jax.Array:
     return _on_gpu(x, *known)
 
 
-def where(pred: jax.Array, x: jax.Array) -> jax.Array:
+def zeros_unless(pred: jax.Array, x: jax.Array) -> jax.Array:
     """``x`` if ``pred``, else zeros.
 
     The compiler for GPU makes one array of all zeros of a shape. If a loss begins a sum
@@ -180,7 +180,7 @@ def where(pred: jax.Array, x: jax.Array) -> jax.Array:
     """
     if versions.unreduced_axes(jax.typeof(x)):  # `jnp.where` does not take it.
         return jax.lax.select(pred, x, jnp.zeros_like(x))
-    return jnp.where(pred, x, in_turn(jnp.zeros((), x.dtype)))
+    return jnp.where(pred, x, barrier_on_gpu(jnp.zeros((), x.dtype)))
 
 
 def _pinned(x: jax.Array) -> jax.Array:
@@ -208,7 +208,8 @@ def in_hbm(x: jax.Array) -> jax.Array:
     """``x``, which the compiler for TPU keeps in HBM.
 
     If it were in VMEM, a branch of a conditional might first move it to another array
-    in HBM: 1.1 N for the sums of ``gx.accumulate`` on v5e.
+    in HBM: for the sums of ``gx.accumulate`` with ``optax.apply_updates`` on v5e, 1.19
+    N instead of 0.07 N (Adam, 12 layers of width 1,024).
     """
     return _in_hbm(x)
 

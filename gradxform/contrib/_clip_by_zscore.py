@@ -115,7 +115,7 @@ def clip_by_zscore(
         **extra: object,
     ) -> tuple[optax.Updates, ClipByZscoreState]:
         del params, extra
-        updates = boundary.entered(updates)
+        updates = boundary.summed_rows(updates)
         norm = global_norm(updates, axis_name=axis_name).astype(jnp.float32)
         last = dtypes.saturated(warmup)
         most, keep = (jnp.asarray(x, jnp.float32) for x in (threshold, decay))

@@ -102,6 +102,19 @@ def test_a_gate_gets_the_loss_of_each_push(own):
     assert skipped == ([] if own else [9])
 
 
+def test_an_extra_argument_of_a_worker_is_not_lost():
+    """The wrapper between the gates passes none on."""
+    inner = optax.MultiSteps(gx.accumulate(optax.sgd(0.1), 2), 2)
+    worker = engines.Worker(
+        lambda params, number: (0.0, params),
+        lambda number: (number,),
+        extra=lambda params, number: {"weight": 2.0},
+    )
+    job = make_job([worker], 4, gx.drop_stale(inner, 1))
+    with pytest.raises(TypeError, match="weight is for a wrapper inside of MultiStep"):
+        list_all(engines.simulated, job)
+
+
 def test_a_transformation_without_extra_arguments_is_compiled_once(standard_promotion):
     """Each push has another loss, and a push by hand has none."""
     traced = []

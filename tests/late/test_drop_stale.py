@@ -266,7 +266,9 @@ def test_a_parameter_called_global_step_is_no_counter():
     assert gx.global_step(state) == 0
     assert gx.global_step(state).dtype == jnp.int32
     for find in (gx.global_step, gx.staleness_fraction):
-        with pytest.raises(ValueError, match="wrap the transformation in drop_stale"):
+        with pytest.raises(
+            ValueError, match=r"wrap the transformation in .*drop_stale"
+        ):
             find(optax.adam(0.1).init(params))
 
 

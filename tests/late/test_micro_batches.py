@@ -310,7 +310,7 @@ def test_the_last_push_makes_the_step_with_those_there_are(reduction, how, weigh
 @pytest.mark.parametrize("how", ["apply", "update"])
 @pytest.mark.parametrize("gate", ["nonfinite", "stale"])
 def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, jit):
-    """Of three leaves one had rows, one had a gradient, and one had none."""
+    """It says which leaves the step is for, as any push that makes one."""
     inner = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(1.0, momentum=0.5))
     tx = {
         "nonfinite": gx.accumulate(inner, 9, skip_nonfinite=True),
@@ -324,9 +324,11 @@ def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, ji
         return stepped(tx, grads, state, params, how, **extra)
 
     step = jax.jit(step) if jit else step
-    params = {"table": jnp.ones((3, 2)), "w": jnp.ones(2), "v": jnp.ones(2)}
+    vectors = dict.fromkeys(["w", "v", "only_before", "only_last"], jnp.ones(2))
+    params = {"table": jnp.ones((3, 2)), **vectors}
     start = state = tx.init(params)
-    wild = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params) | {"v": None}
+    wild = jax.tree.map(lambda p: jnp.full_like(p, jnp.nan), params)
+    wild |= {"v": None, "only_before": None}
     # With nothing in the sum there is no step.
     same, state = step(params, state, wild, True)
     chex.assert_trees_all_equal(same, params)
@@ -334,13 +336,17 @@ def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, ji
     assert (state.global_step, getattr(state, left_out)) == (0, 1)
     rows = gx.IndexedSlices(jnp.array([2, 0]), jnp.ones((2, 2)), (3, 2))
     for g in (2.0, 4.0):
-        grads = {"table": rows, "w": jnp.full(2, g), "v": None}
+        both = jnp.full(2, g)
+        grads = {"table": rows, "w": both, "v": None}
+        grads |= {"only_before": both, "only_last": None}
         params, state = step(params, state, grads, False)
     params, state = step(params, state, wild, True)
     expected = {
         "table": 1 - np.array([[1.0], [0.0], [1.0]]) * [1, 1] - 0.5,
         "w": np.full(2, 1 - 3 - 0.5),
         "v": np.ones(2),  # No decay either: no push had a gradient for it.
+        "only_before": np.ones(2),  # Its sum waits.
+        "only_last": np.full(2, 1 - 0.5),  # Two pushes without a gradient are zeros.
     }
     chex.assert_trees_all_close(params, expected, rtol=1e-6)
     assert (state.global_step, state.num_accumulated, getattr(state, left_out)) == (
@@ -351,6 +357,8 @@ def test_a_last_push_that_is_left_out_ends_the_window_all_the_same(gate, how, ji
     trace = optax.tree.get(state, "trace")
     np.testing.assert_allclose(trace["w"], 3.5)
     np.testing.assert_array_equal(trace["v"], 0)
+    np.testing.assert_array_equal(trace["only_before"], 0)
+    np.testing.assert_array_equal(state.accumulated["only_before"], 6)
     assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, start)
 
 

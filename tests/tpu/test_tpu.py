@@ -200,7 +200,7 @@ def test_sums_that_stay_in_hbm_stay_sharded():
     """The norm needs the only collective, as without `accumulate`."""
     params = placed(gpt2_short(), mesh("v5e:16x16"))
     tx = gx.accumulate(CHAINS["clip + adagrad"], 4)
-    lowered = lower_step(tx, params)
+    lowered = lower_step(tx, params, optax_step)
     assert "pinned_device" in lowered.as_text()
     assert collectives(lowered.compile().as_text()) == {"all-reduce": 1}
 

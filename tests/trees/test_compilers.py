@@ -183,7 +183,7 @@ def test_sharded_arrays_stay_sharded(axis_type):
         np.testing.assert_array_equal(f(x), 2 * x.astype(jnp.bfloat16))
 
 
-OPERATIONS = ["unshared", "barrier_after", "in_turn", "in_hbm"]
+OPERATIONS = ["unshared", "barrier_after", "barrier_on_gpu", "in_hbm"]
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -198,15 +198,17 @@ def test_ray_gets_an_operation_by_its_name(name):
 )
 def test_only_the_compiler_for_gpu_does_not_know_a_zero(platform, hidden):
     """It would share an array of zeros with the loss, and keep it for both."""
-    step = jax.jit(compilers.where).trace(jnp.array(True), jnp.ones(3))
+    step = jax.jit(compilers.zeros_unless).trace(jnp.array(True), jnp.ones(3))
     text = step.lower(lowering_platforms=(platform,)).as_text()
     assert ("optimization_barrier" in text) == hidden
 
 
 def test_zeros_replace_what_is_not_finite():
     x = jnp.array([np.nan, np.inf, -1.0])
-    np.testing.assert_array_equal(compilers.where(jnp.array(False), x), np.zeros(3))
-    np.testing.assert_array_equal(compilers.where(jnp.array(True), x), x)
+    np.testing.assert_array_equal(
+        compilers.zeros_unless(jnp.array(False), x), np.zeros(3)
+    )
+    np.testing.assert_array_equal(compilers.zeros_unless(jnp.array(True), x), x)
 
 
 EMPTY = """
