@@ -104,7 +104,7 @@ def together(arrays: T) -> T:
     return jax.lax.optimization_barrier(arrays)
 
 
-def written(arrays: T) -> T:
+def computed_before_write(arrays: T) -> T:
     """:func:`together` for what is written in place, but not for TPU.
 
     Its compiler writes each array of a layer as soon as it is known. So it keeps fewer
@@ -144,7 +144,7 @@ def laid_out(x: jax.Array) -> jax.Array:
     return _laid_out(x)
 
 
-def layer(
+def read_layer(
     x: jax.Array, i: jax.Array, number: int, axis: int
 ) -> tuple[jax.Array, jax.Array]:
     """Layer ``i`` of a stack, and the stack for the next layers, for a loop that reads.
