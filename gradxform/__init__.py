@@ -41,11 +41,7 @@ import typing as _typing
 
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
-from gradxform._late.accumulate import AccumulateState as AccumulateState
 from gradxform._late.accumulate import accumulate as accumulate
-from gradxform._late.accumulator import (
-    ConditionalAccumulatorState as ConditionalAccumulatorState,
-)
 from gradxform._late.accumulator import (
     conditional_accumulator as conditional_accumulator,
 )
@@ -60,6 +56,9 @@ from gradxform._late.gate import GatedTransformation as GatedTransformation
 from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
 from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
 from gradxform._late.skip_spikes import skip_spikes as skip_spikes
+from gradxform._late.sums import (
+    ConditionalAccumulatorState as ConditionalAccumulatorState,
+)
 from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._late.worker_mean import worker_mean as worker_mean
 from gradxform._rows.densify import densify as densify

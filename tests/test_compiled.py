@@ -94,14 +94,18 @@ def test_a_step_with_its_loss_inside_costs_what_its_row_says(row):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("inner", [optax.sgd(0.1), optax.adamw(0.1), gx.adagrad(0.1)])
-def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(inner):
-    """Nor of anything else: activations and one layer are 0.19 N.
+@pytest.mark.parametrize(
+    ("inner", "bound"),
+    [(optax.sgd(0.1), 0.12), (optax.adamw(0.1), 0.18), (gx.adagrad(0.1), 0.15)],
+)
+def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(inner, bound):
+    """Nor of anything else but activations and some layers.
 
-    Without the sums in the backward pass it would be 1.12 N.
+    Without ``layers`` it would be 1.07 N.
     """
-    shapes = transformer(16, 512, vocabulary=256)
-    step = gx.minimize(next_tokens, tx := gx.accumulate(inner, 4))
+    shapes = transformer(32, 512, vocabulary=256)
+    tx = gx.accumulate(inner, 4)
+    step = gx.minimize(next_tokens, tx, layers=["layers"])
     tokens = jax.ShapeDtypeStruct((4, 1, 128), jnp.int32)
 
     def steps(params, state, tokens):
@@ -114,7 +118,7 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(inner)
     state = jax.eval_shape(tx.init, shapes)
     donated = jax.jit(steps, donate_argnums=(0, 1))
     memory = donated.lower(shapes, state, tokens).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < 0.19 * size(shapes)
+    assert memory.temp_size_in_bytes < bound * size(shapes)
     arrays = [x for x in jax.tree.leaves(state) if x.ndim]
     assert memory.alias_size_in_bytes >= size(shapes) + size(arrays)
 

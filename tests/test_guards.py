@@ -32,7 +32,7 @@ OUT_OF_RANGE = [
     (gx.scale_by_novograd, {"b2": 1.0}),
     (gx.scale_by_novograd, {"eps": -1e-8}),
     (gx.scale_by_novograd, {"weight_decay": -0.1}),
-    (gx.ftrl, {"learning_rate": 0.0}),
+    (gx.ftrl, {"learning_rate": -1e-6}),
     (gx.ftrl, RATE | {"learning_rate_power": 0.5}),
     (gx.ftrl, RATE | {"initial_accumulator_value": -1.0}),
     (gx.ftrl, RATE | {"l1_regularization_strength": -1.0}),

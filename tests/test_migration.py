@@ -289,6 +289,13 @@ def first_step(result):
     equals({k: PARAMS[k] + ADAGRAD_UPDATE[k] for k in PARAMS})(result[0])
 
 
+def rests_at_b(result):
+    """The same for w; b has no gradient in the last push, so its sum waits."""
+    params, state = result
+    equals(PARAMS | {"w": PARAMS["w"] + ADAGRAD_UPDATE["w"]})(params)
+    equals(GRADS["b"])(state.accumulated["b"])
+
+
 def second_step(result):
     """Adagrad's second step: parameters and sums, from the state after the first."""
     params, state = result
@@ -513,6 +520,8 @@ CHECKS = {
     "gx.apply_gradients(summing, grads, summing_state, params, local_step=0)": (
         first_step
     ),
+    'gx.apply_gradients(summing, {**grads, "b": None}, summing_state, params, '
+    "local_step=0)": rests_at_b,
     "gx.apply_gradients(window, grads, window_state, params, "
     "local_step=0, last=True)": first_step,
     'optax.tree.get(summing_state, "num_accumulated")': equals(1),
@@ -704,6 +713,7 @@ CHECKS = {
         (state.global_step, state.num_accumulated, state.accumulated)
     ),
     "gx.apply_gradients(micro, grads, micro_state, params)": first_step,
+    'gx.apply_gradients(micro, {**grads, "b": None}, micro_state, params)': rests_at_b,
     "micro_state.num_accumulated == 0": equals(False),
     "micro_state.num_accumulated": equals(1),
     "gx.global_step(micro_state)": equals(0),

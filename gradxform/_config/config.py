@@ -21,6 +21,7 @@ import optax
 import gradxform as gx
 from gradxform._config import keras, schedules
 from gradxform._trees import checks
+from gradxform._trees.extra_args import with_extra_args_support
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
@@ -120,7 +121,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     plain = _plain(config, "config")
     tx = _make(plain, "config")  # Translates Keras's configs.
     checks.transformation("config, by its 'name',", tx)
-    tx = optax.with_extra_args_support(tx)
+    tx = with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
 

@@ -4,42 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from gradxform._late.gate import GatedTransformation
-from gradxform._late.sums import Reduction, Required, summed
+from gradxform._late.sums import Accumulator, Reduction, Required
 from gradxform._rows import boundary
 from gradxform._trees import checks, maps, mesh, versions
-
-
-class AccumulateState(NamedTuple):
-    """State of :func:`accumulate`.
-
-    :class:`ConditionalAccumulatorState` says more about the sum.
-
-    Attributes:
-      global_step: int32[], how many times the inner transformation has run; saturates.
-      num_accumulated: int32[], pushes in the sum.
-      nonfinite_count: int32[], pushes left out so far; saturates.
-      total_weight: float32[], the sum of the weights of these pushes.
-      accumulated: the sum, like params.
-      pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
-      row_counts: the weights of the pushes that held each row, only for ``row_mean``.
-      inner_state: the state of the transformation behind the gate.
-    """
-
-    global_step: jax.Array
-    num_accumulated: jax.Array
-    nonfinite_count: jax.Array
-    total_weight: jax.Array
-    accumulated: optax.Updates
-    pushed: jax.Array
-    row_counts: optax.Updates
-    inner_state: optax.OptState
 
 
 def accumulate(
@@ -69,7 +43,8 @@ def accumulate(
     no push comes late here, so ``update`` takes no ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
-    numbers. In ``minimize`` scanned layers need no array of all their gradients.
+    numbers. If ``minimize`` names scanned layers in ``layers``, no array holds all of
+    their gradients.
     :doc:`The page on micro-batches </micro_batches>` has an example for each argument.
 
     Args:
@@ -85,8 +60,8 @@ def accumulate(
         push changes only ``nonfinite_count``. Inside ``shard_map`` all devices that
         share a step leave the push out together, which takes one all-reduce of one
         number. Under ``pmap`` or ``check_vma=False`` each device decides alone, unless
-        ``axis_name`` is given. It must know all gradients before it adds any, so
-        ``minimize`` keeps those of scanned layers, 1 N.
+        ``axis_name`` is given. It must know all gradients before it adds any, so the
+        ``layers`` of ``minimize`` need ``two_passes``.
       axis_name: one or several mesh axes over which gradients are not summed yet. Each
         device then has a sum of its own, and they are added up once, with the step.
         Inside ``shard_map``, ``pmap`` or ``vmap`` each device pushes the gradient of
@@ -103,7 +78,7 @@ def accumulate(
       last: as in :func:`conditional_accumulator`; equal on all these devices.
 
     Returns:
-      A transformation with state :class:`AccumulateState`.
+      A transformation with state :class:`ConditionalAccumulatorState`.
 
     Raises:
       ValueError: ``num_required`` is out of range, or ``reduction`` is unknown;
@@ -153,17 +128,15 @@ def accumulate(
         mesh.check_parts("updates", updates, (), hint)
         return _all_finite(updates, global_step, names), None
 
-    return summed(
+    return Accumulator(
         inner,
         num_required,
         reduction,
         accumulator_dtype,
-        state_type=AccumulateState,
-        left_out="nonfinite_count",
         enters=enters,
-        all_enter=not skip_nonfinite,
+        left_out="nonfinite_count",
         names=names,
-    )
+    ).gate()
 
 
 def _all_finite(

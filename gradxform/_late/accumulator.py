@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,36 +11,8 @@ import optax
 
 from gradxform._late import lateness
 from gradxform._late.gate import GatedTransformation
-from gradxform._late.sums import Reduction, Required, summed
+from gradxform._late.sums import Accumulator, Reduction, Required
 from gradxform._trees import checks
-
-
-class ConditionalAccumulatorState(NamedTuple):
-    """State of :func:`conditional_accumulator`.
-
-    Attributes:
-      global_step: int32[], how many times the inner transformation has run; saturates.
-      num_accumulated: int32[], pushes in the sum.
-      stale_count: int32[], pushes dropped so far; saturates.
-      total_weight: float32[], the sum of the weights of these pushes; float64 if any
-        parameter is. A push without ``weight`` weighs 1.
-      accumulated: the sum, like params, in at least float32 by default. It has no
-        sum for a leaf that is not in ``pushed``, and none at all if
-        ``num_accumulated`` is 0: the next push replaces whatever is there.
-      pushed: bool[leaves], whether any push in the sum had a gradient for the leaf.
-      row_counts: float32[rows] for each leaf, the weights of the pushes in the sum that
-        held each row; only for ``row_mean``.
-      inner_state: the state of the transformation behind the gate.
-    """
-
-    global_step: jax.Array
-    num_accumulated: jax.Array
-    stale_count: jax.Array
-    total_weight: jax.Array
-    accumulated: optax.Updates
-    pushed: jax.Array
-    row_counts: optax.Updates
-    inner_state: optax.OptState
 
 
 def conditional_accumulator(
@@ -81,12 +53,11 @@ def conditional_accumulator(
     ``None`` for a leaf adds nothing to its sum, just as zeros would. With ``"mean"``
     the push counts all the same: two pushes of half a tree each give half of each
     gradient. With ``"row_mean"`` each leaf is divided by the number of pushes that held
-    it, as by TensorFlow's accumulator, which is one for each variable. ``inner``
-    receives that mean even if the last push has ``None`` for the leaf. If no
-    push has a gradient for a leaf, its parameter and its state stay as they are, which
-    ``minimize(trainable=...)`` needs. ``inner`` sees zeros there, and its result for
-    the leaf, such as weight decay, is left out. So the updates of such a leaf are
-    zeros, not ``None``. A gate inside treats the leaf as if it were ``None``.
+    it, as by TensorFlow's accumulator, which is one for each variable. A leaf that is
+    ``None`` in the push that makes the step is not stepped: ``inner`` gets ``None``
+    there, and the sum of the leaf waits for a window whose last push has a gradient for
+    it. If no push has one, its parameter and its state stay as they are, also under
+    weight decay, which ``minimize(trainable=...)`` needs.
 
     If there are ``num_required`` workers, this is synchronous training without a
     barrier in the program. If there are more, the extra ones are **backup workers**: a
@@ -192,12 +163,11 @@ def conditional_accumulator(
         s = jnp.maximum(0, lateness.staleness(global_step, local_step))
         return accepted, lateness.factor(weight, jnp.where(accepted, s, 0))
 
-    return summed(
+    return Accumulator(
         inner,
         num_required,
         reduction,
         accumulator_dtype,
-        state_type=ConditionalAccumulatorState,
-        left_out="stale_count",
         enters=enters,
-    )
+        left_out="stale_count",
+    ).gate()

@@ -92,8 +92,8 @@ def dropped(state: optax.OptState) -> jax.Array:
 
 
 def _left_out(state: optax.OptState) -> Iterator[jax.Array]:
-    for _, gate in states(state, "inner_state"):
-        yield from (getattr(gate, name) for name in _LEFT_OUT if hasattr(gate, name))
+    for _, gate in states(state, None):
+        yield from (getattr(gate, name) for name in _LEFT_OUT if _has(gate, name))
         yield from _left_out(gate.inner_state)
 
 
@@ -109,7 +109,7 @@ def counted(
     counts = {"global_step": applies}
     if accepted is not True:
         counts |= dict.fromkeys(_LEFT_OUT, ~accepted)
-    own = {name: pred for name, pred in counts.items() if hasattr(state, name)}
+    own = {name: pred for name, pred in counts.items() if _has(state, name)}
     return state._replace(
         **{name: increment_if(pred, getattr(state, name)) for name, pred in own.items()}
     )
@@ -122,19 +122,27 @@ def is_gate(node: object) -> bool:
 
 
 def states(
-    state: optax.OptState, field: str = "global_step"
+    state: optax.OptState, field: str | None = "global_step"
 ) -> list[tuple[Path, optax.OptState]]:
     """The states of the outermost gates with this field, and the paths to them."""
-    return maps.nodes(state, lambda node: is_gate(node) and hasattr(node, field))
+    return maps.nodes(
+        state, lambda node: is_gate(node) and (field is None or _has(node, field))
+    )
 
 
-def has_gate(state: optax.OptState, field: str = "inner_state") -> bool:
+def has_gate(state: optax.OptState, field: str | None = None) -> bool:
     """Whether a state holds that of a gate, with this field."""
     return bool(states(state, field))
 
 
+def _has(node: optax.OptState, field: str) -> bool:
+    """Whether the state of a gate has a field that is not empty."""
+    return not isinstance(getattr(node, field, ()), tuple)
+
+
 def _outermost(state: optax.OptState, field: str) -> optax.OptState:
-    hint = (
-        "wrap the transformation in drop_stale, conditional_accumulator or worker_mean"
-    )
+    gates = "drop_stale, conditional_accumulator or worker_mean"
+    if field == "global_step":
+        gates = f"accumulate, skip_spikes, {gates}"
+    hint = f"wrap the transformation in {gates}"
     return checks.only(field, states(state, field), hint)

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate, missing
+from gradxform._late import gate
 from gradxform._late.counters import has_gate
 from gradxform._late.gate import Decision
 from gradxform._rows import boundary
 from gradxform._trees import boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -24,7 +25,7 @@ class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 
     Attributes:
-      count: int32[leaves], how many gradients of each leaf its ring buffer has had;
+      count: int32[leaves], how many pushes the ring buffer of each leaf has had;
         after d = ``num_steps`` of them it goes round in [d, 2d).
       ring: a ring buffer of the last d gradients of each leaf, like params with an axis
         of length d in front; the next one goes to ``count mod d``. For a leaf with d =
@@ -81,9 +82,9 @@ def delayed(
 
     Returns:
       A transformation with state :class:`DelayedState`; ``inner`` itself if no number
-      is above 0. ``None`` for a leaf leaves its ring buffer as it was, and ``inner``
-      sees ``None`` there: the delay of a leaf counts its own gradients. If a leaf gets
-      its first gradient later, ``inner`` is skipped again until the leaf has enough.
+      is above 0. ``None`` for a leaf counts as zeros in its ring buffer. ``inner`` sees
+      ``None`` there, so the leaf rests, and its gradient of d steps ago waits in its
+      place for another d steps.
 
     Raises:
       ValueError: a number is out of its range.
@@ -111,7 +112,7 @@ def delayed(
     checks.transformation("inner", inner)
     _check_numbers(num_steps)
     checks.state_dtype("ring_dtype", ring_dtype, complex_too=True)
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
     if not any(jax.tree.leaves(num_steps)):
         return inner
 
@@ -152,42 +153,33 @@ def delayed(
         leaves, treedef = maps.flatten(updates)
         rings = maps.leaves(ring)
         delays = np.array(list(map(_delay, rings)), np.int32)
-        flags = missing.flags(updates, extra)
-        moves = missing.as_vector(flags) & (delays > 0)
         count = state.count
         slots = jnp.where(count < delays, count, count - delays)  # count mod d
 
         def late(_: object) -> optax.Updates:
-            # g_{t - d}, and zeros for a leaf without a gradient
-            old = jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
-            return missing.chosen(flags, old)
+            # g_{t - d}
+            return jax.tree.unflatten(treedef, map(_oldest, leaves, rings, slots))
 
-        # Each leaf that has a gradient has an old one to apply.
-        full = jnp.all((count >= delays) | ~moves)
+        full = jnp.all(count >= delays)  # Each leaf has an old one to apply.
 
         def settle(state: DelayedState, applied: jax.Array, _: object) -> DelayedState:
             # The new gradient is written after the step has read the old one. So the
             # ring buffer needs no copy.
             never = constants.never(applied.astype(jnp.float32))
 
-            def written(
-                g: Leaf, ring: jax.Array, slot: jax.Array, flag: bool | jax.Array
-            ) -> jax.Array:
+            def with_newest(g: Leaf, ring: jax.Array, slot: jax.Array) -> jax.Array:
                 if not maps.has_gradient(g) or not (delay := _delay(ring)):
                     return ring
-                if flag is not True:
-                    g = jnp.where(flag, g, _oldest(g, ring, slot))
                 new = jnp.where(never, 0, narrow(jnp.asarray(g), ring.dtype))[None]
                 if delay == 1:
                     return new
                 return jax.lax.dynamic_update_slice_in_dim(ring, new, slot, 0)
 
-            rows = map(written, leaves, rings, slots, maps.leaves(flags))
-            new = jax.tree.unflatten(treedef, rows)
+            new = jax.tree.unflatten(treedef, map(with_newest, leaves, rings, slots))
             return state._replace(ring=boxes.as_in(state.ring, new))
 
         one_more = jnp.where(count + 1 < 2 * delays, count + 1, delays)
-        state = state._replace(count=jnp.where(moves, one_more, count))
+        state = state._replace(count=jnp.where(delays > 0, one_more, count))
         return Decision(full, True, late, state, extra, settle=settle, ordered=True)
 
     return gate.gate(init_fn, inner, decide)

@@ -23,11 +23,11 @@ import optax
 
 from gradxform._late import missing
 from gradxform._late.conditional import By, typed_cond
-from gradxform._late.counters import counted, has_gate
+from gradxform._late.counters import counted
 from gradxform._trees import checks, host, maps, versions
 from gradxform._trees.apply_updates import apply_updates
-from gradxform._trees.compilers import LARGE, in_hbm, narrow, where
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.compilers import in_hbm, narrow, where
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Path, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -71,10 +71,6 @@ class Decision:
 # (updates, state, params, **extra) -> decision
 Decide: TypeAlias = Callable[..., Decision]
 
-# state -> the sums that every push enters, and bool[leaves], whether each has begun: if
-# not, it is 0, whatever its array holds. None if the state is that of something else.
-Sums: TypeAlias = Callable[[optax.OptState], tuple[PyTree[jax.Array], jax.Array] | None]
-
 
 @dataclasses.dataclass(frozen=True)
 class Gate:
@@ -83,12 +79,10 @@ class Gate:
     Attributes:
       decide: what the gate does with a push.
       inner: the transformation behind the gate.
-      sums: see :data:`Sums`; None if a push may be left out, or enters no sum.
     """
 
     decide: Decide
     inner: optax.GradientTransformationExtraArgs
-    sums: Sums | None = None
 
     def __post_init__(self) -> None:
         # Profilers, `jax.named_call` and other tools ask a function for these.
@@ -135,12 +129,11 @@ def gate(
     init: optax.TransformInitFn,
     inner: optax.GradientTransformation,
     decide: Decide,
-    sums: Sums | None = None,
 ) -> GatedTransformation:
     """Makes a transformation from what a gate decides about a push."""
     versions.before_tracing()
-    inner = optax.with_extra_args_support(inner)
-    return GatedTransformation(init, Gate(decide, inner, sums))
+    inner = with_extra_args_support(inner)
+    return GatedTransformation(init, Gate(decide, inner))
 
 
 def step(
@@ -151,28 +144,19 @@ def step(
     extra: dict[str, object],
     *,
     whole: bool,
-    flags: PyTree[bool | jax.Array] = True,
 ) -> tuple[Outcome, optax.OptState]:
     """What ``tx`` makes of normalized updates, and its new state.
 
     These are its updates, or the new parameters if ``whole``; then gates within gates
-    guard the whole step, too. Leaves without a gradient stay; ``flags`` says which have
-    one, if the leaves do not say it.
+    guard the whole step, too. Leaves without a gradient stay.
     """
     if gate := gate_of(tx):
         return _guarded(gate, updates, state, params, extra, whole=whole)
-    if flags is not True and not has_gate(state):  # Nobody else asks for flags.
-        extra = missing.with_flags(extra)
     given, state = state, host.brought_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)
     if whole:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
-    if flags is True:
-        return outcome, host.put_back(new, given)
-    if not has_gate(state, "pushed"):  # The gradients of a sum may be older ones.
-        outcome = missing.chosen(flags, outcome, params if whole else None)
-    like = updates if params is None else params
-    return outcome, host.put_back(missing.keep(tx, flags, new, state, like), given)
+    return outcome, host.put_back(new, given)
 
 
 def inner_state(
@@ -218,12 +202,8 @@ def _guarded(
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
         given = decision.updates(buffers)
-        known = missing.leaves_say_it(decision.extra)
-        flags = True if known else missing.flags(given, decision.extra)
-        extra = accepted_kwargs(gate.inner, decision.extra)
-        outcome, new = step(
-            gate.inner, given, before, params, extra, whole=whole, flags=flags
-        )
+        extra = accepted_kwargs(gate.inner, decision.extra, before)
+        outcome, new = step(gate.inner, given, before, params, extra, whole=whole)
         return *_put_into(free, outcome), new, jnp.array(True)
 
     def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
@@ -244,12 +224,10 @@ def _own_brought(path: Path, x: Leaf) -> Leaf:
 
 
 def _in_hbm(buffers: optax.Updates | None) -> optax.Updates | None:
-    """Keeps large arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
-
-    def pinned(r: Leaf) -> Leaf:
-        return in_hbm(r) if isinstance(r, jax.Array) and r.size >= LARGE else r
-
-    return maps.map_leaves(pinned, buffers)
+    """Keeps arrays in HBM on TPU: in VMEM, a skip would move them to HBM."""
+    return maps.map_leaves(
+        lambda r: in_hbm(r) if isinstance(r, jax.Array) else r, buffers
+    )
 
 
 def _put_into(

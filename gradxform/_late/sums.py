@@ -6,29 +6,31 @@ else is the same for both.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate, missing
+from gradxform._late import gate
 from gradxform._late.conditional import typed_cond
 from gradxform._late.counters import increment_if
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, mesh
-from gradxform._trees.compilers import LARGE, in_turn, narrow, where
+from gradxform._trees.compilers import in_turn, narrow, where
 from gradxform._trees.types import Leaf, PyTree
 
-# The extra argument that says which leaves are sums already; only this module reads it.
-_IN_SUM = "leaves_in_sum"
+_TABLE = 2**14  # Rows; a matrix with as many is a table.
 
 Reduction = Literal["mean", "sum", "row_mean"]
 Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
+# Counts pushes that are left out; empty if there are none of this kind.
+LeftOut: TypeAlias = jax.Array | tuple[()]
 
 # (updates, global_step, extra) -> whether a push is added, and times which number. It
 # may complete the extra arguments for what is inside.
@@ -38,189 +40,312 @@ Enters: TypeAlias = Callable[
 ]
 
 
-def summed(
-    inner: optax.GradientTransformation,
-    num_required: Required,
-    reduction: Reduction,
-    accumulator_dtype: jax.typing.DTypeLike | None,
-    *,
-    state_type: type[Any],  # The class of the state, a NamedTuple.
-    left_out: str,
-    enters: Enters,
-    all_enter: bool = False,
-    names: tuple[str, ...] = (),
-) -> GatedTransformation:
+class ConditionalAccumulatorState(NamedTuple):
+    """State of :func:`conditional_accumulator` and of :func:`accumulate`.
+
+    Attributes:
+      global_step: int32[], how many times the inner transformation has run; saturates.
+      num_accumulated: int32[], pushes in the sum.
+      stale_count: int32[], pushes dropped so far; saturates. Empty in ``accumulate``.
+      nonfinite_count: int32[], pushes left out by ``skip_nonfinite`` so far; saturates.
+        Empty in ``conditional_accumulator``.
+      total_weight: float32[], the sum of the weights of these pushes; float64 if any
+        parameter is. A push without ``weight`` weighs 1.
+      accumulated: the sum, like params, in at least float32 by default. If
+        ``num_accumulated`` is 0 and ``carried`` False, it means nothing, and may differ
+        between ``update`` and :func:`apply_gradients`: the next push replaces it.
+      carried: bool[], whether ``accumulated`` still holds what a step has left there,
+        because its push had no gradient for some leaves. It is 0 for all others.
+      row_counts: float32[rows] for each leaf, the weights of the pushes in the sum that
+        held each row; only for ``row_mean``.
+      inner_state: the state of the transformation behind the gate.
+    """
+
+    global_step: jax.Array
+    num_accumulated: jax.Array
+    stale_count: LeftOut
+    nonfinite_count: LeftOut
+    total_weight: jax.Array
+    accumulated: optax.Updates
+    carried: jax.Array
+    row_counts: optax.Updates
+    inner_state: optax.OptState
+
+
+class _Push(NamedTuple):
+    """What a push does to the sum.
+
+    Attributes:
+      begun: bool[], whether the sum holds anything before it.
+      w: what the mean's divisor gets.
+      factor: what the gradients are multiplied by; None is 1.
+      total_weight: the divisor with this push.
+      full: bool[], whether it makes the step.
+    """
+
+    begun: jax.Array
+    w: jax.Array
+    factor: jax.typing.ArrayLike | None
+    total_weight: jax.Array
+    full: jax.Array
+
+    def counted(self, _: jax.Array, n: jax.Array) -> jax.Array:
+        """The weight of a row's pushes with this one."""
+        return n + self.w.astype(n.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
     """Applies ``inner`` to the sum of the pushes that enter it.
 
     A push that enters makes the step if it is the last one needed; any other changes
-    only the counter ``left_out``, a field of the state. If it has to be decided, the
-    addition is in a conditional, and takes all gradients at once. If ``all_enter``,
-    each gradient is added as soon as it is known, also before the gate (:data:`Sums`).
-    A push of weight w adds w·g.
+    only a counter of the state. If it has to be decided, the addition is in a
+    conditional, and takes all gradients at once. If every push enters, each gradient is
+    added as soon as it is known. A push of weight w adds w·g. A leaf without a gradient
+    in the push that makes the step is not stepped: its sum stays.
 
     On the mesh axes ``names`` each device has a sum of its own. They are added, and
     divided, where the step is made.
     """
-    checks.transformation("inner", inner)
-    if not callable(num_required):
-        checks.in_range("num_required", num_required, checks.COUNTS, integer=True)
-    checks.one_of("reduction", reduction, ("mean", "sum", "row_mean"))
-    checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
-    by_row = reduction == "row_mean"
-    as_own = functools.partial(mesh.as_own, names=names)
-    as_part = functools.partial(mesh.as_part, names=names)
 
-    def init_fn(params: optax.Params) -> Any:  # As `state_type`.
-        checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
-        inner_state = gate.inner_state(inner, params)
-        number = len(maps.leaves(params))
-        # Counters are arrays of their own: a buffer can be donated only once.
-        counts = {
-            name: constants.zero(params, jnp.int32)
-            for name in ("global_step", "num_accumulated", left_out)
-        }
-        sums = constants.zeros(params, accumulator_dtype, dtypes.wide_dtype)
-        mesh.check_whole("params", sums, names)
+    inner: optax.GradientTransformation
+    num_required: Required
+    reduction: Reduction
+    dtype: jax.typing.DTypeLike | None
+    enters: Enters
+    left_out: Literal["stale_count", "nonfinite_count"]
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        checks.transformation("inner", self.inner)
+        if not callable(self.num_required):
+            checks.in_range(
+                "num_required", self.num_required, checks.COUNTS, integer=True
+            )
+        checks.one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
+        checks.state_dtype("accumulator_dtype", self.dtype, complex_too=True)
+
+    def gate(self) -> GatedTransformation:
+        """The transformation."""
+
+        # Functions, and no methods: tools ask for their names.
+        def init_fn(params: optax.Params) -> ConditionalAccumulatorState:
+            return self.init(params)
+
+        def decide(*args: Any, **extra: Any) -> Decision:  # As the method.
+            return self.decide(*args, **extra)
+
+        return gate.gate(init_fn, self.inner, decide)
+
+    def init(self, params: optax.Params) -> ConditionalAccumulatorState:
+        """The state before the first push."""
+        checks.of_same_kind("accumulator_dtype", self.dtype, params)
+        inner_state = gate.inner_state(self.inner, params)
+        sums = constants.zeros(params, self.dtype, dtypes.wide_dtype)
+        mesh.check_whole("params", sums, self.names)
         rows: optax.Updates = ()
-        if by_row:
+        if self.reduction == "row_mean":
             rows = constants.zeros(params, None, dtypes.compute_dtype, axes=1)
-        return state_type(
-            **counts,
-            total_weight=as_own(constants.zero(params, _widest(sums))),
-            accumulated=jax.tree.map(as_part, sums),
-            # One array for all leaves: on GPU each array costs the start of a kernel.
-            pushed=constants.stacked(constants.zero(params, bool), number),
-            row_counts=jax.tree.map(as_own, rows),
+        # Counters are arrays of their own: a buffer can be donated only once.
+        counters: dict[str, LeftOut] = {"stale_count": (), "nonfinite_count": ()}
+        counters[self.left_out] = constants.zero(params, jnp.int32)
+        state = ConditionalAccumulatorState(
+            global_step=constants.zero(params, jnp.int32),
+            num_accumulated=constants.zero(params, jnp.int32),
+            **counters,
+            total_weight=constants.zero(params, _widest(sums)),
+            accumulated=sums,
+            carried=constants.zero(params, bool),
+            row_counts=rows,
             inner_state=inner_state,
         )
-
-    def begun_of(state: Any) -> jax.Array:  # As `state_type`.
-        # The first push of a sum replaces what is there. So nothing else clears it.
-        return state.pushed & (state.num_accumulated > 0)
-
-    def sums(state: Any) -> tuple[PyTree[jax.Array], jax.Array] | None:
-        if not isinstance(state, state_type):
-            return None
-        return state.accumulated, begun_of(state)
+        return self._of_device(state)
 
     def decide(
+        self,
         updates: optax.Updates,
-        state: Any,  # As `state_type`.
+        state: ConditionalAccumulatorState,
         params: optax.Params | None,
         *,
         weight: jax.typing.ArrayLike | None = None,
         last: bool | jax.Array | None = None,
         **extra: object,
     ) -> Decision:
-        accepted, factor = enters(updates, state.global_step, extra)
+        """What becomes of a push."""
+        del params
+        accepted, factor = self.enters(updates, state.global_step, extra)
         checks.same_shapes("updates", updates, "accumulated", state.accumulated)
-        mesh.check_parts("updates", updates, names)
-        if names:
-            mesh.check_axes(names, state.accumulated)
-            updates = maps.map_leaves(
-                lambda g: as_part(g) if isinstance(g, jax.Array) else g, updates
+        mesh.check_parts("updates", updates, self.names)
+        if self.names:
+            mesh.check_axes(self.names, state.accumulated)
+            updates, state = self._parts(updates), self._of_device(state)
+        count = increment_if(accepted, state.num_accumulated)
+        full = accepted & self._is_enough(count, state.global_step)
+        if last is not None:
+            last = checks.flag("last", last)
+            mesh.check_whole("last", last, self.names)
+            full |= last & (count > 0)
+        push = self._push(state, accepted, weight, factor, full)
+        # Which leaves the step of this push may change.
+        acts = maps.map_leaves(maps.has_gradient, updates)
+
+        def skipped() -> tuple[optax.Updates, optax.Updates]:
+            if last is None:
+                return state.accumulated, state.row_counts
+            # The step may be made without this push, of those before it.
+            return self._add(maps.map_leaves(maps.nothing, updates), acts, state, push)
+
+        def added() -> tuple[optax.Updates, optax.Updates]:
+            return self._add(updates, acts, state, push)
+
+        if accepted is True:
+            total, row_counts = added()
+        else:
+            total, row_counts = typed_cond(accepted, added, skipped)
+        waits = any(
+            maps.has_gradient(x) and not act
+            for x, act in zip(*map(maps.leaves, (total, acts)), strict=True)
+        )
+        new = state._replace(
+            num_accumulated=jnp.where(full, 0, count),
+            total_weight=push.total_weight,
+            carried=jnp.where(full, waits, state.carried & ~jnp.asarray(accepted)),
+            row_counts=row_counts,
+        )
+
+        def mean(total: optax.Updates | None) -> optax.Updates:
+            return self._mean(updates, total, push, row_counts)
+
+        def settle(
+            new: ConditionalAccumulatorState,
+            applied: jax.Array,
+            buffers: optax.Updates | None,
+        ) -> ConditionalAccumulatorState:
+            new = new._replace(accumulated=total if buffers is None else buffers)
+            return _cleared(applied, acts, new) if waits else new
+
+        if self.names:  # Updates are equal on all devices, so no sum can hold them.
+            whole = total
+            return Decision(
+                *(full, accepted, lambda _: mean(whole), new, extra),
+                settle=settle,
+                ordered=True,
             )
-            state = state._replace(
-                total_weight=as_own(state.total_weight),
-                accumulated=jax.tree.map(as_part, state.accumulated),
-                row_counts=jax.tree.map(as_own, state.row_counts),
-            )
+        return Decision(full, accepted, mean, new, extra, buffers=total, settle=settle)
+
+    def _push(
+        self,
+        state: ConditionalAccumulatorState,
+        accepted: jax.Array | Literal[True],
+        weight: jax.typing.ArrayLike | None,
+        factor: jax.typing.ArrayLike | None,
+        full: jax.Array,
+    ) -> _Push:
         # A push of weight w adds w g to the sum, and w to what the mean divides by.
         w = jnp.ones((), state.total_weight.dtype)
         if weight is not None:
             w = as_weight(weight, w.dtype)
             factor = w if factor is None else w * jnp.asarray(factor, w.dtype)
-        if _IN_SUM in extra:  # The gradients come with the weight in them.
-            factor = None
-        count = increment_if(accepted, state.num_accumulated)
-        full = accepted & _is_enough(count, num_required, state.global_step)
-        if last is not None:
-            last = checks.flag("last", last)
-            mesh.check_whole("last", last, names)
-            full |= last & (count > 0)
-        begun = begun_of(state)
-        before = jnp.where(state.num_accumulated > 0, state.total_weight, 0)
+        # The first push of a sum replaces what is there. So nothing else clears it.
+        others = state.num_accumulated > 0
+        before = jnp.where(others, state.total_weight, 0)
         total_weight = jnp.where(accepted, before + w, state.total_weight)
-        flags = missing.flags(updates, extra)
-        in_sum, extra = _in_sum(updates, extra)
+        return _Push(others | state.carried, w, factor, total_weight, full)
 
-        def added(updates: optax.Updates) -> tuple[optax.Updates, optax.Updates]:
-            # sum + w g and n + w; in a table only for the rows that the push holds
-            pushed = boundary.entered(updates)
-            has_begun = jax.tree.unflatten(maps.structure(updates), list(begun))
-            row_counts = state.row_counts
-            n = 1 if reduction == "sum" else total_weight
-            divisors = maps.broadcast(n, state.accumulated)
-            if by_row:
-                before = boxes.as_in(updates, row_counts)
-                counted = functools.partial(_counted, w)
-                divisors = _moved(counted, pushed, before, has_begun, flags)
-                row_counts = boxes.as_in(row_counts, divisors)
-            add = functools.partial(arithmetic.wide_sum, factor=factor)
-
-            def sum_of(
-                g: Any,  # Any kind of leaf; an array if it is added.
-                total: jax.Array,
-                n: jax.typing.ArrayLike,
-                begun: jax.Array,
-                added: bool,
-            ) -> jax.Array:
-                new = g if added else _moved(add, g, total, begun)
-                if names:  # The sum of one device.
-                    return narrow(new, total.dtype) if maps.has_gradient(new) else new
-                return _finished(full, g, new, n, begun, total, added)
-
-            trees = state.accumulated, divisors, has_begun, in_sum
-            return _in_turn(sum_of, pushed, *trees), row_counts
-
-        def kept() -> tuple[optax.Updates, optax.Updates]:
-            if last is None:
-                return state.accumulated, state.row_counts
-            # The step may be made without this push, of those before it.
-            return added(maps.map_leaves(maps.nothing, updates))
-
-        def entered() -> tuple[optax.Updates, optax.Updates]:
-            return added(missing.chosen(flags, updates))
-
-        if accepted is True:
-            total, row_counts = entered()
-        else:
-            total, row_counts = typed_cond(accepted, entered, kept)
-        pushed = begun | (accepted & missing.as_vector(flags))
-        if last is not None and accepted is not True:
-            # The step may be made without what this push has a gradient for.
-            flags = jax.tree.map(lambda flag: flag & accepted, flags)
-
-        def reduced(total: optax.Updates) -> optax.Updates:
-            # From here on all is dense: inner gets every row that any push held.
-            if names:
-                n = 1 if reduction == "sum" else total_weight
-                n = boxes.as_in(updates, row_counts) if by_row else n
-                total = _over_devices(names, total, n, flags, pushed)
-            like = state.accumulated if params is None else params
-            return maps.map_leaves(_reduced, updates, total, like)
-
-        new = state._replace(
-            num_accumulated=jnp.where(full, 0, count),
-            total_weight=total_weight,
-            pushed=pushed & ~full,
-            row_counts=row_counts,
+    def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
+        # n >= num_required
+        if not callable(self.num_required):
+            return count >= dtypes.saturated(self.num_required)
+        required = checks.scheduled(
+            "num_required", self.num_required, global_step, checks.COUNTS
         )
-        extra = missing.with_flags(extra, _applied(flags, total, pushed))
-        if names:  # Updates are equal on all devices, so no sum can hold them.
-            new, mean = new._replace(accumulated=total), lambda _: reduced(total)
-            return Decision(full, accepted, mean, new, extra, ordered=True)
-        return Decision(
-            full,
-            accepted,
-            reduced,
-            new,
-            extra,
-            buffers=total,
-            settle=lambda new, _, total: new._replace(accumulated=total),
+        if jnp.issubdtype(jnp.result_type(required), jnp.integer):
+            return count >= dtypes.saturated(required)
+        # Optax's schedules give real numbers.
+        return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
+
+    def _add(
+        self,
+        updates: optax.Updates,
+        acts: PyTree[bool],
+        state: ConditionalAccumulatorState,
+        push: _Push,
+    ) -> tuple[optax.Updates, optax.Updates]:
+        """The sums and the counts of rows with a push: sum + w g, and n + w.
+
+        If the push makes the step, sums that act are divided by n. In a table only the
+        rows that the push holds are added.
+        """
+        updates = boundary.entered(updates)
+        absent = maps.map_leaves(lambda g: not maps.has_gradient(g), updates)
+        if any(jax.tree.leaves(absent)):  # No gradient replaces their old sums.
+            state = _cleared(~push.begun, absent, state)
+        row_counts = state.row_counts
+        n = 1 if self.reduction == "sum" else push.total_weight
+        divisors = maps.broadcast(n, state.accumulated)
+        if self.reduction == "row_mean":
+            count = functools.partial(_moved, push.counted, push.begun)
+            before = boxes.as_in(updates, row_counts)
+            divisors = maps.map_leaves(count, updates, before)
+            row_counts = boxes.as_in(row_counts, divisors)
+        add = functools.partial(arithmetic.wide_sum, factor=push.factor)
+
+        def one(
+            g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, acts: bool
+        ) -> jax.Array:
+            new = _moved(add, push.begun, g, total)
+            if not maps.has_gradient(new):
+                return new
+            if self.names or not acts:
+                return narrow(new, total.dtype)
+            return _divided_if(push.full, g, new, n, total.dtype)
+
+        return _in_turn(one, updates, state.accumulated, divisors, acts), row_counts
+
+    def _mean(
+        self,
+        updates: optax.Updates,
+        total: optax.Updates | None,
+        push: _Push,
+        row_counts: optax.Updates,
+    ) -> optax.Updates:
+        """What ``inner`` gets, in the dtypes of the gradients: dense arrays or None."""
+
+        def known(g: Leaf, x: PyTree[Leaf]) -> PyTree[Leaf]:
+            return x if maps.has_gradient(g) or not maps.has_gradient(x) else None
+
+        total = maps.map_leaves(known, updates, total)
+        if self.names:
+            n: PyTree[jax.typing.ArrayLike] = 1
+            if self.reduction == "mean":
+                n = push.total_weight
+            if self.reduction == "row_mean":
+                n = maps.map_leaves(known, updates, boxes.as_in(updates, row_counts))
+            total = _over_devices(self.names, total, n)
+        # From here on all is dense: inner gets every row that any push held.
+        return maps.map_leaves(
+            lambda g, x: narrow(x, maps.dtype_of(g)) if maps.has_gradient(g) else x,
+            updates,
+            total,
         )
 
-    return gate.gate(init_fn, inner, decide, sums if all_enter else None)
+    def _parts(self, updates: optax.Updates) -> optax.Updates:
+        as_part = functools.partial(mesh.as_part, names=self.names)
+        return maps.map_leaves(
+            lambda g: as_part(g) if isinstance(g, jax.Array) else g, updates
+        )
+
+    def _of_device(
+        self, state: ConditionalAccumulatorState
+    ) -> ConditionalAccumulatorState:
+        """The same, with the types of what differs by device."""
+        as_own = functools.partial(mesh.as_own, names=self.names)
+        as_part = functools.partial(mesh.as_part, names=self.names)
+        return state._replace(
+            total_weight=as_own(state.total_weight),
+            accumulated=jax.tree.map(as_part, state.accumulated),
+            row_counts=jax.tree.map(as_own, state.row_counts),
+        )
 
 
 def as_weight(
@@ -232,84 +357,67 @@ def as_weight(
     return jnp.where(w >= 0, w, jnp.nan)
 
 
-def with_sums(extra: dict[str, object], in_sum: PyTree[bool]) -> dict[str, object]:
-    """The extra arguments of a push, some of whose leaves are sums: see :data:`Sums`.
+def _cleared(
+    pred: jax.Array, which: PyTree[bool], state: ConditionalAccumulatorState
+) -> ConditionalAccumulatorState:
+    """Sums of these leaves are 0 if ``pred``."""
+    flags = maps.leaves(which)
 
-    Such a leaf is the sum of the gate with w·g in it, if the push has the gradient g
-    and the weight w. All others are w·g.
-    """
-    return {**extra, _IN_SUM: in_sum}
+    def cleared(tree: optax.Updates) -> optax.Updates:
+        leaves, treedef = maps.flatten(tree)
+        new = [
+            constants.zeros_of_type(jax.typeof(x))
+            if is_cleared and isinstance(x, jax.Array)
+            else x
+            for is_cleared, x in zip(flags, leaves, strict=True)
+        ]
+        return jax.tree.unflatten(treedef, new)
 
+    def of(state: ConditionalAccumulatorState) -> dict[str, optax.Updates]:
+        fields = {"accumulated": state.accumulated, "row_counts": state.row_counts}
+        return {name: x for name, x in fields.items() if jax.tree.leaves(x)}
 
-def _in_sum(
-    updates: optax.Updates, extra: dict[str, object]
-) -> tuple[PyTree[bool], dict[str, object]]:
-    """Which leaves are sums, and the other extra arguments."""
-    none = maps.map_leaves(lambda g: False, updates)
-    rest = {name: value for name, value in extra.items() if name != _IN_SUM}
-    return extra.get(_IN_SUM, none), rest
-
-
-def _is_enough(
-    count: jax.Array, num_required: Required, global_step: jax.Array
-) -> jax.Array:
-    # n >= num_required
-    if not callable(num_required):
-        return count >= dtypes.saturated(num_required)
-    required = checks.scheduled(
-        "num_required", num_required, global_step, checks.COUNTS
+    trees = of(state)
+    new = typed_cond(
+        pred, lambda: {k: cleared(x) for k, x in trees.items()}, lambda: trees
     )
-    if jnp.issubdtype(jnp.result_type(required), jnp.integer):
-        return count >= dtypes.saturated(required)
-    # Optax's schedules give real numbers.
-    return count.astype(jnp.float32) >= jnp.asarray(required, jnp.float32)
+    return state._replace(**new)
 
 
 def _in_turn(
-    f: Callable[..., jax.Array], pushed: optax.Updates, *rest: PyTree[Any]
+    f: Callable[..., jax.Array], updates: optax.Updates, *rest: PyTree[Any]
 ) -> PyTree[jax.Array]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
-    On GPU a large gradient waits for the sum before it. Otherwise the compiler adds all
-    of them in one kernel, and so keeps them all. The largest do not wait: one may be
-    scattered into its sum, without an array of its own. The last of ``rest`` says which
-    are in their sums already; these do not wait either.
+    On GPU the gradient of a matrix waits for the sum before it. Otherwise the compiler
+    adds all of them in one kernel, and so keeps them all: 1.00 N instead of 0.10 N of
+    12 dense layers on an H100. A table does not wait: its gradient may be scattered
+    into its sum, without an array of its own.
     """
-    leaves = zip(*map(maps.leaves, (pushed, *rest)), strict=True)
-    most = sum(jnp.size(g) for g in jax.tree.leaves(pushed)) // 8
+    leaves = zip(*map(maps.leaves, (updates, *rest)), strict=True)
     results: list[jax.Array] = []
     last: tuple[jax.Array, ...] = ()
-    for g, total, *leaf in reversed([*leaves]):
-        large = isinstance(total, jax.Array) and total.size >= LARGE
-        waits = large and isinstance(g, jax.Array) and g.size <= most and not leaf[-1]
-        result = f(in_turn(g, *last) if waits else g, total, *leaf)
+    for g, *leaf in reversed([*leaves]):
+        is_table = isinstance(g, jax.Array) and g.ndim == 2 and len(g) >= _TABLE
+        waits = isinstance(g, jax.Array) and g.ndim > 1 and not is_table
+        result = f(in_turn(g, *last) if waits else g, *leaf)
         results.append(result)
         last = (result,) if waits else last
-    return jax.tree.unflatten(maps.structure(pushed), results[::-1])
+    return jax.tree.unflatten(maps.structure(updates), results[::-1])
 
 
 def _moved(
-    f: Callable[..., jax.Array],
-    pushed: optax.Updates,
-    totals: PyTree[jax.Array],
-    begun: PyTree[jax.Array],
-    *rest: PyTree[bool | jax.Array],
-) -> PyTree[jax.Array]:
-    """New sums ``f(g, sum, ...)``; the sum is 0 if it begins with this push.
+    f: Callable[..., jax.Array], begun: jax.Array, g: Leaf, total: jax.Array
+) -> jax.Array:
+    """The new sum ``f(g, sum)``; the sum is 0 if it begins with this push.
 
     In a table ``f`` gets the rows of the push. The first one also clears all others.
     """
-
-    def move(
-        g: Leaf, total: jax.Array, begun: jax.Array, *others: bool | jax.Array
-    ) -> jax.Array:
-        if not maps.has_gradient(g):
-            return total
-        before = where(begun, boundary.touched(g, total))
-        new = f(jnp.asarray(maps.stored(g)), before, *others)
-        return boundary.written(g, total, new, keeps=begun)
-
-    return maps.map_leaves(move, pushed, totals, begun, *rest)
+    if not maps.has_gradient(g):
+        return total
+    before = where(begun, boundary.touched(g, total))
+    new = f(jnp.asarray(maps.stored(g)), before)
+    return boundary.written(g, total, new, keeps=begun)
 
 
 def _widest(sums: optax.Updates) -> np.dtype[Any]:
@@ -318,90 +426,41 @@ def _widest(sums: optax.Updates) -> np.dtype[Any]:
     return max(found, key=lambda d: d.itemsize, default=np.dtype(np.float32))
 
 
-def _counted(
-    w: jax.Array, _: jax.Array, n: jax.Array, flag: bool | jax.Array
-) -> jax.Array:
-    # n + w, if the leaf has a gradient
-    return missing.where(flag, n + w.astype(n.dtype), n)
-
-
 def _inverse(n: jax.typing.ArrayLike, total: jax.Array) -> jax.Array:
     # 1 / n; 1 if all weights are 0, as the sum is 0 then, too
     n = jnp.asarray(n, dtypes.compute_dtype(total))
     return 1 / jnp.where(n == 0, 1, n)
 
 
-def _finished(
+def _divided_if(
     full: jax.Array,
     g: Leaf,
     total: jax.Array,
     n: jax.typing.ArrayLike,
-    begun: jax.Array,
-    old: jax.Array,
-    added: bool,
+    dtype: jax.typing.DTypeLike,
 ) -> jax.Array:
     # sum / n with the last push, in the sum's own buffer: inner may read it more than
     # once
-    if not maps.has_gradient(total):
-        return total
 
     def quotient() -> jax.Array:
         factor = jnp.where(full, _inverse(n, total), 1)
-        known = total if maps.has_gradient(g) else where(begun, total)
-        return narrow(arithmetic.scale_leading(known, factor), old.dtype)
+        return narrow(arithmetic.scale_leading(total, factor), dtype)
 
-    if added or maps.is_leaf(g):  # All of it, but only with the last push.
+    if maps.is_leaf(g):  # All of it, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)
     return quotient()
 
 
 def _over_devices(
-    names: tuple[str, ...],
-    total: optax.Updates,
-    n: PyTree[jax.typing.ArrayLike],
-    flags: PyTree[bool | jax.Array],
-    pushed: jax.Array,
+    names: tuple[str, ...], total: optax.Updates, n: PyTree[jax.typing.ArrayLike]
 ) -> optax.Updates:
     # the sum over devices of their sums / that of their n
-
-    def known(x: jax.Array, flag: bool | jax.Array, pushed: jax.Array) -> jax.Array:
-        if not maps.has_gradient(x):
-            return x
-        x = dtypes.widen(x)
-        return x if flag is True else where(pushed, x)
 
     def quotient(x: jax.Array, n: jax.typing.ArrayLike, old: jax.Array) -> jax.Array:
         if not maps.has_gradient(x):
             return x
         return narrow(arithmetic.scale_leading(x, _inverse(n, x)), old.dtype)
 
-    each = jax.tree.unflatten(maps.structure(flags), list(pushed))
-    sums = maps.map_leaves(known, total, flags, each)
-    sums, n = mesh.sum_of_parts((sums, n), names)
+    wide = jax.tree.map(dtypes.widen, total)
+    sums, n = mesh.sum_of_parts((wide, n), names)
     return maps.map_leaves(quotient, sums, maps.broadcast(n, sums), total)
-
-
-def _reduced(g: Leaf, total: jax.Array, like: jax.typing.ArrayLike) -> Leaf:
-    """The input of ``inner``, in the dtype of the gradient, or of the parameter.
-
-    It is None only if there can never be a gradient, as for a parameter of integers.
-    """
-    if maps.has_gradient(g):
-        return narrow(total, maps.dtype_of(g))
-    if not maps.has_gradient(total):
-        return total
-    if not jnp.issubdtype(jnp.result_type(like), jnp.inexact):
-        return None
-    return narrow(total, jnp.result_type(like))
-
-
-def _applied(
-    flags: PyTree[bool | jax.Array], total: optax.Updates, pushed: jax.Array
-) -> PyTree[bool | jax.Array]:
-    """Which leaves are applied: True for sure, or if it is no parameter."""
-    trees = map(maps.leaves, (flags, total))
-    applied = [
-        flag is True or not maps.has_gradient(x) or pushed[i]
-        for i, (flag, x) in enumerate(zip(*trees, strict=True))
-    ]
-    return jax.tree.unflatten(maps.structure(flags), applied)

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate, missing, workers
+from gradxform._late import gate, workers
 from gradxform._late.conditional import typed_cond
 from gradxform._late.gate import Decision, GatedTransformation
 from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
 from gradxform._trees.compilers import narrow
-from gradxform._trees.types import PyTree
+from gradxform._trees.types import Leaf
 
 Method = Literal["all", "latest", "ringleader"]
 
@@ -28,9 +28,8 @@ class WorkerMeanState(NamedTuple):
       stale_count: int32[], pushes dropped so far; saturates.
       counts: int32[n], how many pushes of each worker are in the table.
       stepped: bool[n], which workers have stepped in this cycle of ``"ringleader"``.
-      table: n rows for each leaf, like params: the mean of each worker's pushes.
-      row_counts: int32[n] for each leaf, how many of these pushes had a gradient for
-        it; a row with the count 0 stands for zeros, whatever it holds.
+      table: n rows for each leaf, like params: the mean of each worker's pushes; a row
+        with the count 0 stands for zeros, whatever it holds.
       means: the mean over the workers' rows. Each leaf has 1 row; with ``"ringleader"``
         it has 2, for this cycle and the next, in turn.
       turn: int32[], the row of ``means`` that belongs to this cycle.
@@ -42,7 +41,6 @@ class WorkerMeanState(NamedTuple):
     counts: jax.Array
     stepped: jax.Array
     table: optax.Updates
-    row_counts: optax.Updates
     means: optax.Updates
     turn: jax.Array
     inner_state: optax.OptState
@@ -106,9 +104,9 @@ def worker_mean(
         it on to ``inner``.
 
     Returns:
-      A transformation with state :class:`WorkerMeanState`. ``None`` for a leaf leaves
-      its row as it was. If such a push makes a step, ``inner`` sees ``None`` there. A
-      worker without a gradient for a leaf counts as a worker with zeros there.
+      A transformation with state :class:`WorkerMeanState`. ``None`` for a leaf counts
+      as zeros. If such a push makes a step, ``inner`` sees ``None`` there, so the leaf
+      rests. With ``"all"`` its mean then waits for the next step.
 
     Raises:
       ValueError: ``num_workers`` is out of range, or ``method`` is unknown; a
@@ -147,7 +145,6 @@ def worker_mean(
 
         unboxed = boxes.unboxed(params)
         row = constants.zeros(unboxed, accumulator_dtype, dtypes.wide_dtype)
-        count = constants.zeros(unboxed, jnp.int32, axes=0)
 
         def stacked(tree: optax.Updates, number: int) -> optax.Updates:
             return jax.tree.map(lambda x: constants.stacked(x, number), tree)
@@ -158,7 +155,6 @@ def worker_mean(
             counts=constants.stacked(constants.zero(params, jnp.int32), n),
             stepped=constants.stacked(constants.zero(params, jnp.bool), n),
             table=boxes.boxed(params, stacked(row, n)),
-            row_counts=stacked(count, n),
             means=boxes.boxed(params, stacked(row, 2 if method == "ringleader" else 1)),
             turn=constants.zero(params, jnp.int32),
             inner_state=inner_state,
@@ -194,14 +190,13 @@ def worker_mean(
             row = jnp.where(ahead, 1 - state.turn, state.turn)
 
         were_complete = jnp.all(state.counts > 0)
-        flags = missing.flags(updates, extra)
         kept = {name: getattr(state, name) for name in _WRITTEN}
-        written = typed_cond(
+        new = typed_cond(
             accepted,
-            lambda: _written(updates, flags, state, i, row, method == "latest"),
+            lambda: _with_push(updates, state, i, row, method == "latest"),
             lambda: kept,
         )
-        state = state._replace(**written)
+        state = state._replace(**new)
         complete = jnp.all(state.counts > 0)
         if method == "latest":
             # Once each worker has pushed, every further push makes a step.
@@ -214,11 +209,9 @@ def worker_mean(
         means = boxes.as_in(updates, state.means)
 
         def mean(_: object) -> optax.Updates:
-            # Zeros for a leaf without a gradient, as from any sum.
-            mean = maps.map_updates(
+            return maps.map_updates(
                 lambda g, m: narrow(_row(m, row), maps.dtype_of(g)), updates, means
             )
-            return missing.chosen(flags, mean)
 
         def settle(
             state: WorkerMeanState, applied: jax.Array, _: object
@@ -226,7 +219,7 @@ def worker_mean(
             if method == "latest":
                 return state
             if method == "all":  # Everything starts again from zero.
-                return _cleared(applied, _restarted(full, state), row)
+                return _cleared(applied, _restarted(full, state), row, updates)
             # The row of a worker that has stepped is empty for the next cycle.
             state = _restarted(full & (jnp.arange(n, dtype=jnp.int32) == i), state)
             stepped = state.stepped.at[i].set(full | ahead)
@@ -252,38 +245,34 @@ def _row(x: jax.Array, i: jax.Array) -> jax.Array:
 
 
 # The fields of the state that a push changes.
-_WRITTEN = "counts", "table", "row_counts", "means"
+_WRITTEN = "counts", "table", "means"
 
 
-def _written(
+def _with_push(
     updates: optax.Updates,
-    flags: PyTree[bool | jax.Array],
     state: WorkerMeanState,
     i: jax.Array,
     row: jax.Array,
     newest_only: bool,
 ) -> dict[str, optax.Updates]:
     """These fields with a push in row ``i`` of the table, and in this row of means."""
+    before = state.counts[i]
+    # c_i + 1, or 1 for the newest push only
+    count = jnp.ones_like(before) if newest_only else before + 1
 
-    def one_more(counts: jax.Array) -> jax.Array:
-        # c_i + 1, or 1 for the newest push only
-        return jnp.ones_like(counts[i]) if newest_only else counts[i] + 1
+    def as_zeros(g: Leaf, table: jax.Array) -> Leaf:
+        if maps.has_gradient(g) or not isinstance(table, jax.Array):
+            return g
+        return jnp.zeros_like(_row(table, i))
 
     def change(
-        g: jax.Array,
-        table: jax.Array,
-        counts: jax.Array,
-        means: jax.Array,
-        flag: bool | jax.Array,
+        g: jax.Array, table: jax.Array, means: jax.Array
     ) -> tuple[jax.Array, ...]:
         stored = dtypes.widen(_row(table, i))
-        old = jnp.where(counts[i] == 0, 0, stored)
-        count = one_more(counts)
+        old = jnp.where(before == 0, 0, stored)
         # (g - m_i) / c_i
         g = g.astype(stored.dtype)
         delta = arithmetic.scale(g - old, 1 / count.astype(dtypes.compute_dtype(g)))
-        delta = missing.where(flag, delta, 0)
-        count = missing.where(flag, count, counts[i])
         share = arithmetic.scale(delta, 1 / table.shape[0])
         share, sharding = narrow(share, means.dtype), explicit_sharding(means)
         means = means.at[row].add(share, out_sharding=sharding)
@@ -291,31 +280,39 @@ def _written(
         new = jnp.where(constants.never(_row(means, row)), 0, old + delta)
         new, sharding = narrow(new, table.dtype), explicit_sharding(table)
         table = table.at[i].set(new, out_sharding=sharding)
-        return g, table, counts.at[i].set(count), means
+        return g, table, means
 
-    trees = state.table, state.row_counts, state.means
-    _, *changed = boundary.map_step(change, updates, trees, flags)
-    counts = state.counts.at[i].set(one_more(state.counts))
+    updates = maps.map_leaves(as_zeros, updates, boxes.as_in(updates, state.table))
+    _, *changed = boundary.map_step(change, updates, (state.table, state.means))
+    counts = state.counts.at[i].set(count)
     return dict(zip(_WRITTEN, (counts, *changed), strict=True))
 
 
 def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:
     """The rows of these workers start again from zero."""
-    counts, row_counts = jax.tree.map(
-        lambda c: jnp.where(begins, 0, c), (state.counts, state.row_counts)
-    )
-    return state._replace(counts=counts, row_counts=row_counts)
+    return state._replace(counts=jnp.where(begins, 0, state.counts))
 
 
 def _cleared(
-    over: jax.Array, state: WorkerMeanState, row: jax.Array
+    over: jax.Array,
+    state: WorkerMeanState,
+    row: jax.Array,
+    updates: optax.Updates | None = None,
 ) -> WorkerMeanState:
-    """One row of the means starts again from zero if ``over``."""
+    """One row of the means starts again from zero if ``over``.
 
-    def zero(x: jax.Array) -> jax.Array:
-        return x.at[row].set(0, out_sharding=explicit_sharding(x))
+    That of a leaf without a gradient in ``updates`` waits.
+    """
+    means, treedef = maps.flatten(state.means)
+    grads = means if updates is None else maps.leaves(updates)
 
-    means = jax.lax.cond(
-        over, lambda: jax.tree.map(zero, state.means), lambda: state.means
-    )
-    return state._replace(means=means)
+    def zeros() -> list[Leaf]:
+        return [
+            x.at[row].set(0, out_sharding=explicit_sharding(x))
+            if maps.has_gradient(g) and isinstance(x, jax.Array)
+            else x
+            for g, x in zip(grads, means, strict=True)
+        ]
+
+    means = jax.lax.cond(over, zeros, lambda: means)
+    return state._replace(means=jax.tree.unflatten(treedef, means))

@@ -12,7 +12,7 @@ from gradxform._rows.by_row import Rows
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
 from gradxform._trees import checks, maps, versions
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.slice_kinds import States
 from gradxform._trees.slices import MixedSlicesError
 from gradxform._trees.types import Leaf
@@ -20,7 +20,6 @@ from gradxform._trees.types import Leaf
 # States with a row for each row of a table, which still cannot act by the row.
 _SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
 _NOT_BY_ROW = {
-    "AccumulateState": _SUM,
     "ApplyEvery": _SUM,
     "ConditionalAccumulatorState": _SUM,
     "MultiStepsState": _SUM,
@@ -93,7 +92,7 @@ def lazy(
     """
     checks.transformation("inner", inner)
     versions.before_tracing()
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return inner.init(maps.stored(params))
@@ -104,7 +103,7 @@ def lazy(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        extra = accepted_kwargs(inner, extra)
+        extra = accepted_kwargs(inner, extra, state)
         if not any(map(is_sparse, maps.leaves(updates))):
             return inner.update(updates, state, params, **extra)
         if params is not None:

@@ -2,8 +2,6 @@
 
 - ``apply``: ``apply_updates``; ``apply_gradients``, which puts a gate around the whole
   step; and ``minimize``, which makes all of it one compiled function.
-- ``backward``: adds the gradients of scanned layers to a gate's sum in the backward
-  pass.
 - ``layers``: the step that applies the gradients of scanned layers in the backward
   pass. ``stacks`` finds their scan in the jaxpr of a loss, ``passes`` has its forward
   and backward pass, and ``by_layer`` the update of one layer.

@@ -9,11 +9,9 @@ import jax
 import optax
 
 from gradxform._late import gate, missing
-from gradxform._late.sums import with_sums
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
 from gradxform._training import layers as layered
-from gradxform._training.backward import value_and_sums
 from gradxform._training.donation import Donating
 from gradxform._trees import checks, maps, versions
 from gradxform._trees.extra_args import accepted_kwargs
@@ -127,14 +125,6 @@ def minimize(
     If axes of both kinds cut one dimension, JAX forgets one of them, so pin the results
     there too.
 
-    With :func:`accumulate` as ``tx``, the backward pass adds the gradients of layers
-    that a ``scan`` goes over to the sum itself, from JAX 0.12 on. So no array holds the
-    gradients of all layers, 1 N. The numbers are the same. It takes parameters that go
-    into the ``scan`` as they are, are read nowhere else, and have the dtype of the sum.
-    A ``weight`` goes through the backward pass. So with a weight, a loss with a rule of
-    ``jax.custom_vjp`` or with numbers in float16 takes the ordinary way. So does a loss
-    whose ``jax.checkpoint`` moves activations to the host.
-
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
         ``(scalar, aux)``.
@@ -149,8 +139,9 @@ def minimize(
         models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them.
         The loss may cast and transpose them first. It may also reshape them into groups
         of layers, for a scan inside of a scan. Then a group counts as one layer. The
-        backward pass applies ``tx`` to each layer as soon as its gradient is known. So
-        no array holds the gradients of all layers, 1 N: the bytes of the parameters.
+        backward pass applies ``tx`` to each layer as soon as its gradient is known, or
+        adds it to the sum of :func:`accumulate`. So no array holds the gradients of all
+        layers, 1 N: the bytes of the parameters.
         The numbers are those of the step without ``layers``. The backward pass computes
         each layer again, as with ``jax.checkpoint``. The update of a layer may read
         this layer, the loss and scalars, but no other layer and no gradient of another
@@ -263,18 +254,8 @@ def training_step(
                 two_passes=two_passes,
             )
             return params, state, *result
-        added = None
-        if not tables:
-            weight: Any = extra.get("weight")  # Checked there.
-            added = value_and_sums(
-                loss, learning, batch, tx, state, weight, has_aux=has_aux
-            )
-        if added is not None:
-            value, grads, in_sum = added
-            extra = with_sums(extra, in_sum)
-        else:
-            gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
-            value, grads = gradient(learning, *batch)
+        gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
+        value, grads = gradient(learning, *batch)
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
         extra = {**accepted_kwargs(tx, {"value": value}), **extra}
         params, state = apply_gradients(tx, grads, state, params, **extra)

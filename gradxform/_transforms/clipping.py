@@ -11,6 +11,7 @@ import optax
 from gradxform._rows import boundary
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
 from gradxform._trees.compilers import after, narrow
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.mesh import AxisName
 from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
@@ -264,7 +265,7 @@ def clip_before(
     clipnorm, clipvalue, global_clipnorm = _limits(
         clipnorm=clipnorm, clipvalue=clipvalue, global_clipnorm=global_clipnorm
     )
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
     if clipnorm is clipvalue is global_clipnorm is None:
         return inner
     if clipvalue is not None and not row_wise:  # 2 N in bfloat16 here, 1 N as a link.

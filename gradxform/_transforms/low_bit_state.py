@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._trees import checks, constants, dtypes, maps, mesh
 from gradxform._trees.compilers import apart
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree, T
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
@@ -178,7 +178,7 @@ def low_bit_state(
     block_size = checks.length("block_size", block_size, f"[{_SHORTEST}, 65536]")
     min_size = checks.length("min_size", min_size, checks.COUNTS)
     checks.length("block_axis", block_axis, "[-2, -1]")
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
@@ -225,7 +225,7 @@ def low_bit_state(
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
         checks.own_kind(state, LowBitState)
-        extra = accepted_kwargs(inner, extra)
+        extra = accepted_kwargs(inner, extra, state)
         if hasattr(state.scales, "dtype"):  # There are no parameters.
             updates, new = inner.update(updates, state.inner_state, params, **extra)
             return updates, LowBitState(state.scales, new)

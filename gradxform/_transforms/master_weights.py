@@ -13,7 +13,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import arithmetic, checks, constants, dtypes, maps
 from gradxform._trees.compilers import after, apart, narrow
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Param, Params, Path
 
 _TAKES_NO_ROWS = (
@@ -149,7 +149,7 @@ def master_weights(
     """
     checks.transformation("inner", inner)
     checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
-    inner = optax.with_extra_args_support(inner)
+    inner = with_extra_args_support(inner)
 
     counts = residual_dtype != "int16"
     state_type = CountedMasterWeightsState if counts else MasterWeightsState
@@ -185,7 +185,10 @@ def master_weights(
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
             updates, inner_state = inner.update(
-                updates, state.inner_state, wide, **accepted_kwargs(inner, extra)
+                updates,
+                state.inner_state,
+                wide,
+                **accepted_kwargs(inner, extra, state.inner_state),
             )
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)

@@ -78,8 +78,8 @@ def scale_by_novograd(
     Adam's: one array like the parameters, and one scalar for each layer.
 
     Args:
-      b1: decay of the momentum, in [0, 1].
-      b2: decay of the squared norms, in [0, 1].
+      b1: decay of the momentum, in [0, 1). A schedule may end at 1.
+      b2: decay of the squared norms, in [0, 1). A schedule may end at 1.
       eps: keeps the divisor from 0, ≥ 0; added in at least float32.
       weight_decay: the weight decay, ≥ 0. It is added to the normalized gradient, so
         the norms do not contain it. If it is not 0, ``update`` needs ``params``.
@@ -128,8 +128,8 @@ def scale_by_novograd(
     >>> updates["w"], updates["b"]  # b1 · -0.5 - 0.5, and 0
     (Array([-0.75, -0.75, -0.75, -0.75], dtype=float32), Array([0.], dtype=float32))
     """
-    b1 = checks.in_range("b1", b1, "[0, 1]")
-    b2 = checks.in_range("b2", b2, "[0, 1]")
+    b1 = checks.in_range("b1", b1, "[0, 1)")
+    b2 = checks.in_range("b2", b2, "[0, 1)")
     eps, weight_decay = checks.non_negative(eps=eps, weight_decay=weight_decay)
     checks.flags(
         grad_averaging=grad_averaging, nesterov=nesterov, eps_in_sqrt=eps_in_sqrt

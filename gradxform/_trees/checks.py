@@ -54,10 +54,11 @@ def in_range(
 ) -> Any:  # Any kind of number.
     """A real scalar inside ``interval``, such as ``"[0, 1)"``; a traced value passes.
 
-    A number outside by a rounding comes back as the end, see :func:`to_end`. A complex
-    number without an imaginary part is real, see :func:`real`. An int that
-    no int32 holds comes back as a float, which JAX takes. With ``integer`` it has to be
-    an integer, traced or not.
+    A number in a JAX array may come from a schedule. So it may be the end of the range,
+    and outside by a rounding it becomes that end, see :func:`to_end`. Any other number
+    is what a person wrote. A complex number without an imaginary part is real, see
+    :func:`real`. An int that no int32 holds comes back as a float, which JAX takes.
+    With ``integer`` it has to be an integer, traced or not.
 
     Raises:
       TypeError: ``value`` is not a real scalar, or not an integer one.
@@ -67,7 +68,11 @@ def in_range(
     if integer:
         scalar(name, value, integer=True)
     low, high = (float(bound) for bound in interval[1:-1].split(","))
-    value = to_end(real(value), low, high)
+    has_low, has_high = interval.startswith("["), interval.endswith("]")
+    value = real(value)
+    if isinstance(value, jax.Array):
+        value = to_end(value, low, high)
+        has_low, has_high = has_low or low > -math.inf, has_high or high < math.inf
     if isinstance(value, jax.core.Tracer):
         return value
     given = value
@@ -83,8 +88,8 @@ def in_range(
     if jnp.issubdtype(array.dtype, jnp.floating):  # An end is rounded as the number is.
         with np.errstate(over="ignore"):
             low, high = (float(np.asarray(end, array.dtype)) for end in (low, high))
-    above = low < number if interval.startswith("(") else low <= number
-    below = number < high if interval.endswith(")") else number <= high
+    above = low <= number if has_low else low < number
+    below = number <= high if has_high else number < high
     if not (above and below):  # NaN compares false with everything and ends here.
         shown = given if type(given) is int else number
         raise ValueError(f"{name} must be in {interval}, got {shown!r}.")
@@ -106,7 +111,7 @@ def to_end(value: Any, low: float, high: float) -> Any:  # As `in_range`.
     if not (traced or np.any(below | above)):
         return value
     x = own.where(below, low, own.where(above, high, x)).astype(x.dtype)
-    return x.item() if isinstance(value, float) else x
+    return x
 
 
 def is_real(value: object) -> bool:

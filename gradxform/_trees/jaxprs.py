@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -72,51 +71,6 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
     flat = jax.make_jaxpr(lambda *x: run(closed.jaxpr, [*closed.consts, *x], rule))
     return flat(*closed.in_avals)
-
-
-def scanned(jaxpr: Jaxpr) -> list[bool]:
-    """Of each input, whether one ``scan`` goes over it, and nothing else reads it.
-
-    The jaxpr is the linear one of ``jax.vjp``.
-    """
-    read = [x for eqn in jaxpr.eqns for x in eqn.invars]
-    times = Counter(map(id, (*read, *jaxpr.outvars)))
-    found: set[int] = set()
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name.removeprefix("vjp_node[").removesuffix("]")
-        if name not in (Op.SCAN, Op.JIT):
-            continue
-        inside: Any = eqn.params["jaxpr"]
-        if name == Op.JIT:
-            over = scanned(inside)
-        else:  # What a scan goes over has one axis more outside.
-            types: Any = [x.aval for x in eqn.invars]
-            pairs = zip(types, inside.invars, strict=True)
-            over = [t.ndim > x.aval.ndim for t, x in pairs]
-        found |= {id(x) for x, here in zip(eqn.invars, over, strict=True) if here}
-    return [id(x) in found and times[id(x)] == 1 for x in jaxpr.invars]
-
-
-def is_proportional(jaxpr: Jaxpr) -> bool:
-    """Whether results times a factor are those of inputs times it, up to rounding.
-
-    The jaxpr is the linear one of ``jax.vjp``. A rule of ``jax.custom_vjp`` may not be
-    linear, as one that clips, and numbers of less range than float32 may overflow.
-    """
-
-    def is_narrow(dtype: Any) -> bool:  # Of any kind, also of keys.
-        return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp < 128
-
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == Op.CUSTOM_LIN:
-            return False
-        types: list[Any] = [x.aval for x in eqn.outvars]
-        if any(is_narrow(getattr(t, "dtype", np.bool)) for t in types):
-            return False
-        inside = [x for x in jax.tree.leaves(eqn.params) if hasattr(x, "eqns")]
-        if not all(map(is_proportional, inside)):
-            return False
-    return True
 
 
 def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:

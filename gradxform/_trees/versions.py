@@ -21,7 +21,6 @@ class Op(enum.StrEnum):
     COND = "cond"
     COPY = "copy"
     CUSTOM_JVP = "custom_jvp_call"
-    CUSTOM_LIN = "custom_lin"  # A rule of `custom_vjp`, in the linear jaxpr of a vjp.
     DOT = "dot_general"
     DYNAMIC_SLICE = "dynamic_slice"
     GATHER = "gather"
@@ -125,24 +124,6 @@ def as_factor(number: jax.Array, x: jax.Array) -> jax.Array:
         return number
     spec = jax.sharding.PartitionSpec(reduced=axes)
     return jax.sharding.reshard(number, sharding.update(spec=spec))
-
-
-def adds_in_backward_pass() -> bool:
-    """Whether a backward pass can add the gradients of scanned layers to a sum.
-
-    It cannot without ``jit``: a debugger sees each layer by itself. JAX 0.10 fails if a
-    layer is read in parts. An axis of ``jax.vmap`` that has a name would lose it.
-    """
-    if jax.__version_info__ < (0, 12) or jit_is_disabled():
-        return False
-    from jax.experimental import pallas
-    from jax.extend import core
-
-    # Neither name is in JAX's public API, so a later version may have none.
-    axis_names = getattr(core, "unsafe_get_axis_names_DO_NOT_USE", None)
-    if axis_names is None or not hasattr(pallas, "run_state"):
-        return False
-    return set(axis_names()) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def check_memory_kinds(name: str) -> None:

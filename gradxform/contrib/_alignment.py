@@ -32,7 +32,7 @@ class MomentumAlignment(NamedTuple):
       rotation: how far a gradient with a c between 0 and ``aligned`` turns, ≥ 0.
       shrinkage: how much of the part against the momentum is removed if c is below 0, ≥
         0.
-      max_shrinkage: the largest share of that part that is removed, in [0, 1].
+      max_shrinkage: the largest share of that part that is removed, in [0, 1).
       eps: nothing is corrected if the gradient or the momentum is shorter than this,
         > 0. It is also added to each divisor.
     """
@@ -52,7 +52,7 @@ _RANGES = {
     "confidence": "[0, inf)",
     "rotation": "[0, inf)",
     "shrinkage": "[0, inf)",
-    "max_shrinkage": "[0, 1]",
+    "max_shrinkage": "[0, 1)",
     "eps": "(0, inf)",
 }
 

@@ -64,7 +64,7 @@ def scale_by_delayed_nesterov(
     gradients count towards its N.
 
     Args:
-      b1: decay of the momentum, in [0, 1].
+      b1: decay of the momentum, in [0, 1). A schedule may end at 1.
       num_delay: how many gradients move the momentum once, in [1, 2³¹ - 1]; as a rule
         the number of workers.
       activation: the part of the momentum that acts with every gradient, in
@@ -99,7 +99,7 @@ def scale_by_delayed_nesterov(
     [0.5] [1.]
     [1.25] [1.5]
     """
-    b1 = checks.in_range("b1", b1, "[0, 1]")
+    b1 = checks.in_range("b1", b1, "[0, 1)")
     checks.in_range("num_delay", num_delay, checks.COUNTS, integer=True)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]

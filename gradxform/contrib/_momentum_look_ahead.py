@@ -81,7 +81,7 @@ def scale_by_momentum_look_ahead(
     paper will be changed.
 
     Args:
-      b1: decay of the momentum, in [0, 1].
+      b1: decay of the momentum, in [0, 1). A schedule may end at 1.
       alignment: a :class:`MomentumAlignment`, for HeLoCo; by default nothing is
         corrected.
       mu_dtype: dtype of ``mu``, by default that of the parameters, as in optax. If it
@@ -120,7 +120,7 @@ def scale_by_momentum_look_ahead(
     >>> updates, _ = tx.update(-grads, state)  # 4 / (4 + 3 · 2) / 2 off, so 0.8 of it
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
     """
-    b1 = checks.in_range("b1", b1, "[0, 1]")
+    b1 = checks.in_range("b1", b1, "[0, 1)")
     checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     alignment = None if alignment is None else checked(alignment)
 
@@ -280,7 +280,7 @@ def worker_start(
     >>> start  # 1 - 0.5 · 5 - 0.5 · 0.5 · 2
     {'w': Array([-2.,  0.], dtype=float32)}
     """
-    b1 = checks.in_range("b1", b1, "[0, 1]")
+    b1 = checks.in_range("b1", b1, "[0, 1)")
     learning_rate = checked_rate(learning_rate)
     checks.scalar("learning_rate", learning_rate)
 

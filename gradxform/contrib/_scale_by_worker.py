@@ -84,7 +84,7 @@ def _checked(
     factors: jax.typing.ArrayLike | Sequence[float],
 ) -> jax.Array | np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """The factors as an array; the numbers of a traced one are not known."""
-    array = factors if isinstance(factors, jax.core.Tracer) else np.asarray(factors)
+    array = factors if isinstance(factors, jax.Array) else np.asarray(factors)
     if not checks.is_real(array):
         raise TypeError(f"factors must hold real numbers, got {factors!r}.")
     if array.ndim != 1 or not array.size:
@@ -92,7 +92,7 @@ def _checked(
             "factors must have one number for each worker, [n], got the shape "
             f"{list(array.shape)}."
         )
-    if isinstance(array, np.ndarray):
+    if not isinstance(array, jax.core.Tracer):
         for i, factor in enumerate(array):
             checks.in_range(f"factors[{i}]", factor, "[0, inf)")
     return checks.to_end(array, 0.0, np.inf)

@@ -276,3 +276,52 @@ def test_a_choice_gives_the_numbers_of_the_conditional(dtype, monkeypatch):
     # Only the third and the sixth push moved anything.
     moved = [bool(jnp.any(updates["w"] != 0)) for updates, _ in decided[0]]
     assert moved == [False, False, True] * 2 + [False]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", ["weight", "last", "local_step"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: optax.MultiSteps(tx, 2),
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        lambda tx: gx.skip_spikes(optax.MultiSteps(tx, 2)),
+        lambda tx: gx.skip_spikes(optax.contrib.sam(tx, optax.sgd(0.1))),
+        lambda tx: gx.delayed(optax.MultiSteps(tx, 2), 1),
+        lambda tx: gx.master_weights(optax.MultiSteps(tx, 2)),
+        lambda tx: gx.low_bit_state(optax.MultiSteps(tx, 2)),
+    ],
+    ids=["object", "pair", "gate", "sam", "delayed", "master_weights", "low_bit_state"],
+)
+def test_an_argument_of_a_gate_inside_is_not_lost(around, name):
+    """The wrapper between takes no extra arguments, and optax would drop it."""
+    inner = gx.accumulate(optax.sgd(0.1), 2)
+    if name == "local_step":
+        inner = gx.drop_stale(optax.sgd(0.1), 1)
+    tx, extra = around(inner), {name: {"weight": 2.0, "last": True}.get(name, 0)}
+    state = tx.init(PARAMS)
+    with pytest.raises(TypeError, match=f"(?s){name}.*(would be lost|around delayed)"):
+        gx.apply_gradients(tx, GRADS, state, PARAMS, **extra)
+    if name != "local_step":  # Without it all is as before.
+        gx.apply_gradients(tx, GRADS, state, PARAMS, **{name: None})
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_no_way_to_train_loses_a_weight():
+    tx = optax.MultiSteps(gx.accumulate(optax.sgd(0.1), 2), 2)
+
+    def loss_fn(params, x):
+        return jnp.sum(params["w"]) * x + jnp.sum(params["b"])
+
+    lost = pytest.raises(TypeError, match="weight is for a wrapper inside of MultiStep")
+    step = gx.minimize(loss_fn, tx, donate=False)
+    with lost:
+        step(PARAMS, tx.init(PARAMS), 1.0, weight=2.0)
+    with lost:
+        gx.local_steps(loss_fn, tx, donate=False)(
+            PARAMS, tx.init(PARAMS), jnp.ones(2), weight=2.0
+        )
+    server = gx.ParameterServer(PARAMS, gx.drop_stale(tx, 1))
+    with lost:
+        server.push(GRADS, 0, weight=2.0)
+    assert server.push(GRADS, 0).applied

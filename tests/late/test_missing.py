@@ -91,13 +91,14 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
     chex.assert_trees_all_close(params["w"], expected["w"], rtol=1e-6)
     before, after = by_path(tx.init(start())), by_path(state)
     assert before.keys() == after.keys()
-    # One array says for all leaves who pushed; each entry is False again.
-    flags = [after.pop(path) for path in before if path.endswith("pushed")]
-    assert len(flags) == (gate not in ("none", "drop_stale"))
-    assert not any(flag.any() for flag in flags)
+    # The sums of the frozen leaves, which are 0, go on after each step.
+    carried = [after.pop(path) for path in before if path.endswith("carried")]
+    assert carried == [True] * (gate not in ("none", "drop_stale"))
     wanted_state = by_path(expected_state)
-    for path in [path for path in wanted_state if path.endswith("pushed")]:
+    for path in [path for path in wanted_state if path.endswith("carried")]:
         del wanted_state[path]
+    for path in [path for path in wanted_state if "accumulated[" in path]:
+        del wanted_state[path], after[path]  # It means nothing here, and 0 there.
     for path, wanted in wanted_state.items():
         np.testing.assert_allclose(after.pop(path), wanted, rtol=1e-5, err_msg=path)
     chex.assert_trees_all_equal(after, {path: before[path] for path in after})
@@ -105,12 +106,15 @@ def test_it_stays_and_the_others_do_not_notice(inner, gate, how):
 
 @pytest.mark.parametrize(
     ("pushes", "moves"),
-    [([0.0, None], True), ([None, 0.0], True), ([0.0, 0.0], True),
+    [([0.0, None], False), ([None, 0.0], True), ([0.0, 0.0], True),
      ([1.0, -1.0], True), ([None, None], False)],
 )  # fmt: skip
 @pytest.mark.parametrize("gate", ["accumulate", "conditional_accumulator", "both"])
 def test_gradients_whose_sum_is_zero_are_gradients(gate, pushes, moves):
-    """The momentum moves each leaf with a push. The decay takes it from 1 to 1/2."""
+    """The momentum moves each leaf with a gradient in the push that makes the step.
+
+    The decay takes it from 1 to 1/2.
+    """
     around, extra = GATES[gate]
     tx = around(optax.sgd(1.0, momentum=0.5))
     params = {"w": jnp.ones(2), "b": jnp.ones(())}
@@ -122,8 +126,37 @@ def test_gradients_whose_sum_is_zero_are_gradients(gate, pushes, moves):
     trace = optax.tree.get(state, "trace")["w"]
     assert trace.tolist() == [0.5 if moves else 1.0] * 2
     assert params["w"].tolist() == [-0.5 if moves else 0.0] * 2
-    ((_, flags),) = optax.tree.get_all_with_path(state, "pushed")
-    assert flags.tolist() == [False, False]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "row_mean"])
+@pytest.mark.parametrize("how", ["apply", "update"])
+def test_a_sum_waits_for_a_window_whose_last_push_has_a_gradient(how, reduction):
+    """Weight decay, too, moves no leaf without a gradient in the last push."""
+    tx = gx.accumulate(
+        optax.chain(optax.add_decayed_weights(1.0), optax.sgd(1.0)),
+        2,
+        reduction=reduction,
+    )
+    one = jnp.ones(3)
+    pushes = [(one, one), (None, 2 * one), (one, None), (3 * one, 4 * one), (None, one)]
+    pushes += [(one, None)]
+    expected = {"w": 1.0, "b": 1.0}
+    held = {leaf: [] for leaf in expected}
+    params = dict.fromkeys(expected, one)
+    state = tx.init(params)
+    for number, push in enumerate(pushes):
+        grads = dict(zip(("w", "b"), push, strict=True))
+        params, state = stepped(tx, grads, state, params, how)
+        for leaf, g in grads.items():
+            held[leaf] += [] if g is None else [float(g[0])]
+        if number % 2:
+            for leaf in [leaf for leaf, g in grads.items() if g is not None]:
+                n = {"mean": 2, "sum": 1, "row_mean": len(held[leaf])}[reduction]
+                expected[leaf] -= sum(held[leaf]) / n + expected[leaf]
+                held[leaf] = []
+        for leaf, value in expected.items():
+            np.testing.assert_allclose(params[leaf], np.full(3, value), rtol=1e-6)
+    assert state.carried  # The last push had no gradient for b.
 
 
 def test_a_dropped_push_is_nobodys():
@@ -133,8 +166,6 @@ def test_a_dropped_push_is_nobodys():
     both = {"w": jnp.ones(2), "b": jnp.ones(())}
     for _ in range(2):  # The second one is late.
         params, state = gx.apply_gradients(tx, both, state, params, local_step=0)
-    assert state.pushed.shape == (2,)
-    assert not state.pushed.any()
     alone = {"w": None, "b": jnp.ones(())}
     after, state = gx.apply_gradients(tx, alone, state, params, local_step=1)
     assert after["w"].tolist() == params["w"].tolist()
@@ -178,7 +209,7 @@ def test_an_accumulator_inside_a_chain_gets_none():
     tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
     params = start()
     state = tx.init(params)
-    for v in (jnp.ones(2), None):
+    for v in (None, jnp.ones(2)):
         g = grads(0, {"v": v, "whole": None})
         params, state = gx.apply_gradients(tx, g, state, params)
     np.testing.assert_allclose(params["frozen"]["v"], [3.9, 4.9], rtol=1e-5)
@@ -363,20 +394,20 @@ def test_a_part_of_a_table_beside_a_leaf_without_a_gradient():
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", [g for g in GATES if "accumul" in g or g == "both"])
 def test_a_parameter_that_is_none_does_not_hide_that_another_has_acted(gate):
-    """One leaf has no gradient in the last push of two, but it had one in the first."""
+    """One leaf has no gradient in the last push of a window, so its sum waits."""
     around, extra = GATES[gate]
     tx = around(optax.sgd(1.0, momentum=0.5))
 
     def trained(nothing):
         params = {**nothing, "b": jnp.zeros(1), "z": jnp.zeros(1)}
         state = tx.init(params)
-        for b in (jnp.ones(1), None, jnp.ones(1), None):
+        for b in (jnp.ones(1), None, jnp.ones(1), jnp.ones(1)):
             g = {**nothing, "b": b, "z": jnp.ones(1)}
             params, state = gx.apply_gradients(tx, g, state, params, **extra)
         return params
 
-    # Each mean is 1/2 for b and 1 for z, and the second step is half longer.
+    # b has one step of 3/2. z has two of 1, and the second one is half longer.
     for nothing in ({}, {"a": None}, {"a": optax.MaskedNode()}):
         got = trained(nothing)
-        assert got["b"].tolist() == [-1.25]
+        assert got["b"].tolist() == [-1.5]
         assert got["z"].tolist() == [-2.5]

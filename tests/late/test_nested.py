@@ -1,8 +1,8 @@
 """Gates inside of sums, against plain Python: a leaf may lack its gradient at any push.
 
 The classes here know a gradient as a dict of numbers, without a key for a leaf that has
-none. A sum of such pushes has a key if any of them has. So they need no rule for a leaf
-whose gradient is missing from a whole sum.
+none. In a sum, a ring or a table it counts as zero, and it is not stepped: what the sum
+or the ring holds for it waits.
 """
 
 import jax
@@ -36,8 +36,9 @@ class Sgd:
     def push(self, grads, worker):
         del worker
         norm = np.sqrt(sum(g**2 for g in grads.values()))
+        scale = LONGEST / max(norm, LONGEST)
         for leaf, g in grads.items():
-            decayed = g * min(1, LONGEST / norm) + DECAY * self.params[leaf]
+            decayed = g * scale + DECAY * self.params[leaf]
             self.trace[leaf] = MOMENTUM * self.trace[leaf] + decayed
             self.params[leaf] -= RATE / (1 + self.count) * self.trace[leaf]
         self.count += 1
@@ -45,38 +46,42 @@ class Sgd:
 
 class Delayed:
     def __init__(self, inner, delays):
-        self.inner, self.delays = inner, delays
-        self.held = {leaf: [] for leaf in delays}
+        self.inner, self.delays, self.count = inner, delays, 0
+        self.rings = {leaf: [0.0] * d for leaf, d in delays.items()}
 
     def push(self, grads, worker):
+        due = dict(grads)
         for leaf, g in grads.items():
-            self.held[leaf].append(g)
-        if all(len(self.held[leaf]) > self.delays[leaf] for leaf in grads):
-            late = {leaf: self.held[leaf][-1 - self.delays[leaf]] for leaf in grads}
-            self.inner.push(late, worker)
+            if d := self.delays[leaf]:
+                at = self.count % d
+                due[leaf], self.rings[leaf][at] = self.rings[leaf][at], g
+        if self.count >= max(self.delays.values()):
+            self.inner.push(due, worker)
+        self.count += 1
 
 
 class Sum:
     def __init__(self, inner, number, by_row=False):
-        self.inner, self.number, self.by_row, self.pushes = inner, number, by_row, []
+        self.inner, self.number, self.by_row = inner, number, by_row
+        self.held, self.count = {}, 0
 
     def push(self, grads, worker):
-        self.pushes.append(grads)
-        if len(self.pushes) < self.number:
+        self.count += 1
+        for leaf, g in grads.items():
+            self.held.setdefault(leaf, []).append(g)
+        if self.count < self.number:
             return
-        lists = {}
-        for each in self.pushes:
-            for leaf, g in each.items():
-                lists.setdefault(leaf, []).append(g)
+        lists = {leaf: self.held.pop(leaf) for leaf in grads}
         divisors = {k: len(v) if self.by_row else self.number for k, v in lists.items()}
         self.inner.push({k: sum(v) / divisors[k] for k, v in lists.items()}, worker)
-        self.pushes = []
+        self.count = 0
 
 
 class WorkerMean:
     def __init__(self, inner, method):
         self.inner, self.method = inner, method
         self.now, self.later, self.stepped = [], [], set()  # (worker, grads)
+        self.waiting = {}
 
     def push(self, grads, worker):
         if self.method == "latest":
@@ -90,9 +95,11 @@ class WorkerMean:
             is_full = bool(self.stepped) or len({i for i, _ in self.now}) == WORKERS
         if not is_full:
             return
-        self.inner.push({leaf: self.mean(leaf) for leaf in grads}, worker)
+        means = {leaf: self.mean(leaf) for leaf in "ab"}
+        self.inner.push({leaf: means[leaf] for leaf in grads}, worker)
         if self.method == "all":
             self.now = []
+            self.waiting = {k: x for k, x in means.items() if k not in grads}
         if self.method == "ringleader":
             self.stepped.add(worker)
             if len(self.stepped) == WORKERS:
@@ -101,10 +108,10 @@ class WorkerMean:
     def mean(self, leaf):
         total = 0
         for worker in range(WORKERS):
-            own = [g[leaf] for i, g in self.now if i == worker and leaf in g]
+            own = [g.get(leaf, 0.0) for i, g in self.now if i == worker]
             if own:
                 total += own[-1] if self.method == "latest" else sum(own) / len(own)
-        return total / WORKERS
+        return total / WORKERS + self.waiting.get(leaf, 0.0)
 
 
 def worker_mean(method):

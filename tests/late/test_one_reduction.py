@@ -71,7 +71,7 @@ def train(tx, params, batches, *, check=True, before=own, how="apply", last=9, *
 
     pushed = batches, jnp.arange(BATCHES)
     (params, state), _ = jax.lax.scan(push, (params, state), pushed)
-    return params, state.inner_state, state.global_step, state[2]
+    return params, state.inner_state, state.global_step, state.nonfinite_count
 
 
 SPECS = {"in_specs": (P(), P(None, "data")), "out_specs": P()}

@@ -274,23 +274,23 @@ def test_micro_batches_keep_no_copy_of_their_gradients(write, scanned, width):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("inner", "scanned", "bound"),
+    ("inner", "scanned"),
     [
-        (optax.sgd(0.1), False, 0.31),
-        (optax.sgd(0.1), True, 0.39),
-        (optax.adamw(0.1), False, 0.31),
-        (optax.adamw(0.1), True, 0.52),
+        (optax.sgd(0.1), False),
+        (optax.sgd(0.1), True),
+        (optax.adamw(0.1), False),
+        (optax.adamw(0.1), True),
     ],
 )
 def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(
-    inner, scanned, bound
+    inner, scanned
 ):
-    """Activations and copies ahead of use. It would be 1.01, 1.51, 1.01 and 1.84 N."""
+    """Without ``layers`` it would be 1.01, 1.51, 1.01 and 1.84 N."""
     chip = mesh("v5e:2x2")
     params = placed(transformer(16, 512, vocabulary=256), chip)
     tx = gx.accumulate(inner, 4)
     state = placed(jax.eval_shape(tx.init, params), chip)
-    step = gx.minimize(next_tokens, tx)
+    step = gx.minimize(next_tokens, tx, layers=["layers"])
 
     def steps(params, state, *batch):
         def push(carry, batch):
@@ -304,7 +304,7 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(
     donated = jax.jit(steps if scanned else step, donate_argnums=(0, 1))
     compiled = donated.lower(params, state, tokens).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
-    assert temporary <= bound * size_on_a_chip(params)
+    assert temporary <= 0.01 * size_on_a_chip(params)
 
 
 @pytest.mark.parametrize(

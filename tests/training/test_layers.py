@@ -251,6 +251,22 @@ def test_micro_batches(tx):
     check(tied, tx, steps=5)
 
 
+@pytest.mark.parametrize(("layers", "width"), [(3, 128), (4, 128), (15, 64), (16, 64)])
+@pytest.mark.parametrize("around", [lambda tx: tx, optax.chain])
+def test_micro_batches_of_stacks_with_about_65536_entries(layers, width, around):
+    """One more layer takes such a stack to another size of kernels."""
+
+    def loss_fn(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.mean(x**2)
+
+    def make():
+        return {"w": jnp.full((layers, width, width), 1 / width, jnp.float32)}
+
+    tx = around(gx.accumulate(optax.sgd(0.1), 2))
+    check(loss_fn, tx, make, jnp.ones((2, width)), layers=("w",), steps=2)
+
+
 def test_micro_batches_with_weights_and_a_last_one():
     tx = gx.accumulate(optax.adamw(SCHEDULE), 3)
     steps = [gx.minimize(tied, tx, layers=names) for names in ((), ("blocks",))]

@@ -951,7 +951,10 @@ REFUSED = {
         r"\.cache\['t'\] of SAMState, .*same rows",
     ),
     "flatten": (optax.flatten(optax.adam(0.1)), "its init"),
-    "accumulate": (gx.accumulate(optax.adam(0.1), 2), f"AccumulateState, .*{SUMS}"),
+    "accumulate": (
+        gx.accumulate(optax.adam(0.1), 2),
+        f"ConditionalAccumulatorState, .*{SUMS}",
+    ),
     "conditional": (
         gx.conditional_accumulator(optax.adam(0.1), 2),
         f"ConditionalAccumulatorState, .*{SUMS}",

@@ -356,7 +356,15 @@ def test_a_schedule_that_misses_a_number_by_a_rounding_gives_that_number(case):
 def test_what_misses_by_more_is_refused():
     for number in (-1e-5, np.nan):
         with pytest.raises(ValueError, match=r"max_norm must be in \[0, inf\]"):
-            gx.clip_by_norm(number)
-    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\]"):
-        gx.novograd(0.1, b1=1.00001)
+            gx.clip_by_norm(jnp.float32(number))
+    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
+        gx.novograd(0.1, b1=jnp.float32(1.00001))
     assert pushed(gx.drop_stale(INNER, near(0.999)), 0, 0) == -1
+
+
+@pytest.mark.parametrize("number", [1, 1.0, np.float32(1), -1e-9])
+def test_a_number_that_a_person_writes_is_taken_as_it_is(number):
+    """An array may come from a schedule, and so be the end of a range."""
+    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
+        gx.novograd(0.1, b1=number)
+    gx.novograd(0.1, b1=jnp.float32(number))
