@@ -26,6 +26,7 @@ import gradxform as gx
 from benchmarks.compilers import placed
 from benchmarks.grid import devices
 from benchmarks.models import next_tokens, size, transformer
+from gradxform._trees.compilers import LARGE
 from tests.descriptors import DESCRIPTORS, thresholds, widths
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -1062,13 +1063,13 @@ def test_a_threshold_lies_near_the_size_of_a_stack(length, shapes, tx):
 @hypothesis.given(
     length=st.sampled_from([1, 2, 3, 127, 128, 129]),
     near=st.lists(st.tuples(st.sampled_from(thresholds()), st.integers(-1, 1))),
-    numbers=st.lists(st.sampled_from(["adam", "momentum", "sum", "8 bits"]), max_size=2),
+    names=st.lists(st.sampled_from(["adam", "momentum", "sum", "8 bits"]), max_size=2),
 )
 @hypothesis.settings(max_examples=12, deadline=None)
-def test_any_number_of_layers_is_the_ordinary_step(length, near, numbers):
+def test_any_number_of_layers_is_the_ordinary_step(length, near, names):
     """Also if so many layers of vectors have as many entries as a threshold."""
     tx = optax.sgd(0.1)
-    for name in numbers:
+    for name in names:
         tx = {
             "adam": lambda tx: optax.chain(optax.scale_by_adam(), tx),
             "momentum": lambda tx: optax.chain(optax.trace(0.9), tx),
