@@ -7,15 +7,14 @@ knows of each value whether it has slices, and along which axis, from the argume
 as it is. Arrays that an update makes itself, such as zeros, are made only when they are
 read: beside slices there are as many of theirs.
 
-A policy says what differs: what is padding, what may be added up, and the words of
-errors. An evaluation adds no array of the size of a whole one.
+A policy says what differs: which operations may add up slices, and the words of errors.
+An evaluation adds no array of the size of a whole one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import types
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
@@ -185,7 +184,7 @@ class Evaluator:
     """
 
     policy: Policy
-    known: Mapping[Place, list[jax.Array]] = types.MappingProxyType({})
+    known: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
     notes: Notes | None = None
     at: Place = ()
 
