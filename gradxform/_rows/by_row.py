@@ -6,8 +6,8 @@ A sum over rows leaves out padding. Rows of two tables do not belong together.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ import optax
 from gradxform._rows.boundary import gather_rows
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._trees import maps, slice_kinds, slices, versions
-from gradxform._trees.slices import Kind, MixedSlicesError, Slices, Source
+from gradxform._trees.slices import Kind, MixedSlicesError, Policy, Slices, Source
 from gradxform._trees.types import Path, PyTree
 
 if TYPE_CHECKING:
@@ -25,39 +25,29 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """The policy for the touched rows of tables.
+    """The touched rows of tables.
 
     Attributes:
       tables: the summed gradients, by the paths of their tables.
     """
 
     tables: Mapping[Path, IndexedSlices]
-    slice: ClassVar[str] = "row"
-    whole: ClassVar[str] = "table"
-    # Devices may have other rows, and other numbers of them.
-    refused: ClassVar[Collection[str]] = versions.SAME_VALUES - versions.ELEMENTWISE
 
     @classmethod
     def of(cls, updates: optax.Updates) -> Rows:
         """The tables that have a row-sparse gradient."""
         return cls(dict(maps.nodes(updates, is_sparse)))
 
-    def known(self, place: slices.Place) -> None:
-        """Each result is computed."""
+    @property
+    def policy(self) -> Policy:
+        """A sum leaves out padding."""
+        # Devices may have other rows, and other numbers of them.
+        refused = versions.SAME_VALUES - versions.ELEMENTWISE
+        return Policy("row", "table", refused, self._add_up)
 
-    def done(
-        self, place: slices.Place, eqn: JaxprEqn, results: list[slices.Value]
-    ) -> None:
-        """Nothing is noted."""
-
-    def added_up(
-        self,
-        place: slices.Place,
-        eqn: JaxprEqn,
-        kinds: list[Kind | None],
-        inputs: list[Any],
+    def _add_up(
+        self, eqn: JaxprEqn, kinds: list[Kind | None], inputs: list[Any]
     ) -> list[jax.Array]:
-        """The sum, or the like, without padding."""
         pairs = zip(kinds, inputs, strict=True)
         return versions.evaluate(
             eqn, [x if k is None else self._filled(eqn, k, x) for k, x in pairs]
@@ -79,20 +69,6 @@ class Rows:
         )
         inside = jnp.expand_dims(inside, [a for a in range(x.ndim) if a != axis])
         return jnp.where(inside, x, nothing)
-
-    def branch(self, eqn: JaxprEqn) -> None:
-        """A conditional takes the branch that it takes."""
-
-    def skip(self, missing: slices.Missing) -> None:
-        """An effect needs all its inputs."""
-        raise MixedSlicesError(missing.reason)
-
-    def look(self, inside: Callable[[], object]) -> None:
-        """Nothing is needed of what is not taken."""
-
-    def inside(self) -> Rows:
-        """It is the same everywhere."""
-        return self
 
     def run(
         self,
@@ -119,9 +95,9 @@ class Rows:
                     )
                 g = self.tables[kind.source.path]
                 rows[i] = g.values if x is g else gather_rows(g, x)
-        program = slices.trace(f, args, kinds, rows)
+        program = slices.trace_whole(f, args, kinds, rows)
         given = [Slices(x, kind) for i, x in rows.items() if (kind := kinds[i])]
-        evaluator = slices.Evaluator(self)
+        evaluator = slices.Evaluator(self.policy)
         results = evaluator.results(program.closed, given)
         known = {path: kind for (path, _), kind in zip(leaves, kinds, strict=True)}
         numbers = jax.tree.unflatten(program.structure, list(range(len(results))))

@@ -113,7 +113,7 @@ def lazy(
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
         whole = maps.masked_like(updates, updates if params is None else params)
-        states = States(rows, rows.arrays(), inner.init, whole, _NOT_BY_ROW)
+        states = States(rows.policy, rows.arrays(), inner.init, whole, _NOT_BY_ROW)
         try:
             # U_r, S_r ← inner(G_r, S_r, W_r)
             new_updates, new_state = rows.run(

@@ -7,8 +7,8 @@ may find out such sums, and the second one then knows them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import optax
@@ -29,10 +29,12 @@ from gradxform._trees.slices import (
     Kind,
     Missing,
     MixedSlicesError,
+    Notes,
     Place,
-    Program,
+    Policy,
     Slices,
     Value,
+    WholeProgram,
 )
 from gradxform._trees.types import Path
 from gradxform._trees.versions import Op
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 Numbered: TypeAlias = dict[int, jax.Array]
 # What a layer gives to reductions of all layers.
 LayerParts: TypeAlias = dict[Place, jax.Array]
-# (parts of all layers, along a first axis) -> results of the reduction
-_Total: TypeAlias = Callable[[jax.Array], list[jax.Array]]
 # What is done with a layer:
 # (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
 OfLayer: TypeAlias = Callable[
@@ -59,108 +59,6 @@ _LATER = (
 _GONE = "its update of other leaves reads all layers"
 # States that may have no layer for each layer, and with which argument they have.
 _HINTS = {"LowBitState": ": give low_bit_state block_axis=-1"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """The policy for one layer of each stack, which must stand alone.
-
-    Attributes:
-      results: those of some equations, which a first pass has found out.
-    """
-
-    results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    slice: ClassVar[str] = "layer"
-    whole: ClassVar[str] = "stack"
-    refused: ClassVar[Collection[str]] = (
-        Op.RANDOM_BITS,
-    )  # Each layer would get the same bits.
-
-    def known(self, place: Place) -> list[jax.Array] | None:
-        """What the first pass has found out."""
-        return self.results.get(place)
-
-    def done(self, place: Place, eqn: JaxprEqn, results: list[Value]) -> None:
-        """Nothing is noted."""
-
-    def added_up(
-        self,
-        place: Place,
-        eqn: JaxprEqn,
-        kinds: list[Kind | None],
-        inputs: list[Any],
-    ) -> list[jax.Array] | None:
-        """One layer is its sum; of more of them there is none."""
-        is_one = all(kind.source.is_whole for kind in kinds if kind)
-        if self.results and not is_one:  # The first pass lacked what it adds up.
-            raise MixedSlicesError(
-                f"its update needs a third pass, as {jaxprs.place(eqn)} depends on "
-                "another sum over layers"
-            )
-        return versions.evaluate(eqn, inputs) if is_one else None
-
-    def branch(self, eqn: JaxprEqn) -> int | None:
-        """Forms for one platform are for whole arrays."""
-        platforms = eqn.params.get("branches_platforms") or ()
-        return platforms.index(None) if None in platforms else None
-
-    def skip(self, missing: Missing) -> None:
-        """An effect may belong to another part of the update."""
-        if not missing.is_given:
-            raise MixedSlicesError(missing.reason)
-
-    def look(self, inside: Callable[[], object]) -> None:
-        """Nothing is needed of what is not taken."""
-
-    def inside(self) -> Layers:
-        """What is known is known everywhere."""
-        return Layers(self.results)
-
-
-@dataclasses.dataclass(frozen=True)
-class FirstPass(Layers):
-    """The policy for a pass that finds out what the next one has to know.
-
-    Attributes:
-      found: the results of equations that have scalars.
-      parts: for each reduction of layers its function, and the part of one layer.
-    """
-
-    found: dict[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
-    parts: dict[Place, tuple[_Total, jax.Array]] = dataclasses.field(
-        default_factory=dict
-    )
-
-    def done(self, place: Place, eqn: JaxprEqn, results: list[Value]) -> None:
-        """Notes scalars that are there."""
-        is_scalar = not any(map(slice_rules.shape_of, eqn.outvars))
-        if is_scalar and not any(isinstance(x, Missing) for x in results):
-            self.found[place] = results
-
-    def added_up(
-        self,
-        place: Place,
-        eqn: JaxprEqn,
-        kinds: list[Kind | None],
-        inputs: list[Any],
-    ) -> list[jax.Array] | None:
-        """Notes what this layer adds."""
-        (part,) = versions.evaluate(eqn, inputs)
-        first = eqn.replace(params=eqn.params | {"axes": (0,)})
-
-        def total(parts: jax.Array) -> list[jax.Array]:
-            is_product = "axes" not in eqn.params
-            return [parts.sum(0)] if is_product else versions.evaluate(first, [parts])
-
-        self.parts[place] = total, part
-        return super().added_up(place, eqn, kinds, inputs)
-
-    def skip(self, missing: Missing) -> None:
-        """Effects wait for the second pass."""
-
-    def look(self, inside: Callable[[], object]) -> None:
-        """A reduction may be inside."""
-        inside()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +79,7 @@ class Update:
     """
 
     paths: list[Path]
-    program: Program
+    program: WholeProgram
     leaves: list[Any]  # Arrays, numbers.
     given: list[int]
     replaced: list[int]
@@ -213,7 +111,7 @@ class Update:
         args = params, state, learning, extra
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        states = slice_kinds.States(Layers(), arrays, tx.init, params, hints=_HINTS)
+        states = slice_kinds.States(_policy(), arrays, tx.init, params, hints=_HINTS)
         kinds = states.of_step(params, state, learning, extra)
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
@@ -229,10 +127,10 @@ class Update:
             if (n in along or n in grads) and maps.has_gradient(x)
         ]
 
-        def traced(leaves: list[Any]) -> Program:
+        def traced(leaves: list[Any]) -> WholeProgram:
             new_args = jax.tree.unflatten(maps.structure(args), leaves)
             types = {n: leaves[n] for n in given}
-            return slices.trace(whole, new_args, kinds, types)
+            return slices.trace_whole(whole, new_args, kinds, types)
 
         program = traced(leaves)
         made = dict(zip(replaced, program.closed.out_avals, strict=False))
@@ -261,8 +159,8 @@ class Update:
         return {n: self.leaves[n] for n in self.replaced if n in self.kinds}
 
     def run(
-        self, policy: Layers, args: Numbered, reason: str
-    ) -> dict[int, jax.Array | Missing]:
+        self, args: Numbered, reason: str, notes: Notes | None = None
+    ) -> dict[int, Value]:
         """The results for some arguments; ``reason`` says why others are missing."""
         missing = Missing(reason, is_given=True)
         values = [
@@ -273,25 +171,23 @@ class Update:
             else args[n]
             for n in self.given
         ]
-        evaluator = Evaluator(policy)
-        results = evaluator.results(self.program.closed, values)
-        return {
-            n: evaluator.array(x, self.kinds.get(n))
-            for n, x in zip(self.replaced, results, strict=True)
-        }
+        results = self._evaluator(notes).results(self.program.closed, values)
+        return dict(zip(self.replaced, results, strict=True))
 
-    def there(self, args: Numbered, reason: str, *, has_layers: bool) -> Numbered:
+    def _evaluator(self, notes: Notes | None = None) -> Evaluator:
+        policy = _policy(is_second_pass=bool(self.results))
+        return Evaluator(policy, self.results, notes)
+
+    def new_leaves(self, args: Numbered, reason: str, *, with_layers: bool) -> Numbered:
         """New leaves that have layers, or those that have none."""
-        new = self.run(Layers(self.results), args, reason)
-        there: Numbered = {}
-        for n, x in new.items():
-            if (n in self.kinds) == has_layers:
-                if isinstance(x, Missing):
-                    raise MixedSlicesError(x.reason)
-                there[n] = x
-        return there
+        results = self.run(args, reason)
+        numbers = [n for n in results if (n in self.kinds) == with_layers]
+        arrays = self._evaluator().arrays(
+            [results[n] for n in numbers], [self.kinds.get(n) for n in numbers]
+        )
+        return dict(zip(numbers, arrays, strict=True))
 
-    def rows(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
+    def of_one_layer(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
         """The arguments of layer ``i``."""
         args = {
             n: host.layer(wholes.get(n, self.leaves[n]), i, source.number, along.axis)
@@ -307,8 +203,9 @@ class Update:
         self, i: jax.Array, wholes: Numbered, grads: Numbered
     ) -> tuple[Numbered, LayerParts]:
         """With layer ``i`` after its step."""
-        args = self.rows(i, wholes, grads)
-        new = compilers.barrier_in_place(self.there(args, _LATER, has_layers=True))
+        args = self.of_one_layer(i, wholes, grads)
+        new = self.new_leaves(args, _LATER, with_layers=True)
+        new = compilers.barrier_in_place(new)
         wholes = {
             n: host.with_layer(x, new[n], i, self.kinds[n].along.axis)
             for n, x in wholes.items()
@@ -319,7 +216,8 @@ class Update:
         self, wholes: Numbered, grads: Numbered
     ) -> tuple[optax.Params, optax.OptState]:
         """New parameters and state, after all layers."""
-        new = self.there(self.gradients(grads), _GONE, has_layers=False) | wholes
+        args = self.gradients(grads)
+        new = self.new_leaves(args, _GONE, with_layers=False) | wholes
         leaves = [new[n] for n in self.replaced]
         return jax.tree.unflatten(self.program.structure, leaves)
 
@@ -332,29 +230,57 @@ class Update:
 
         Also returns the stacks, which are as before, and these results.
         """
-        totals: dict[Place, _Total] = {}
+        equations: dict[Place, JaxprEqn] = {}
 
         def note(
             i: jax.Array, wholes: Numbered, grads: Numbered
         ) -> tuple[Numbered, LayerParts]:
-            policy = FirstPass()
-            self.run(policy, self.rows(i, wholes, grads), _LATER)
+            notes = Notes({}, {})
+            self.run(self.of_one_layer(i, wholes, grads), _LATER, notes)
             same = {
-                n: compilers.layer(wholes[n], i, source.number, along.axis)[1]
+                n: compilers.read_layer(wholes[n], i, source.number, along.axis)[1]
                 for n, (source, along) in self.kinds.items()
                 if n in stacks
             }
-            totals.update((place, total) for place, (total, _) in policy.parts.items())
-            parts = {place: part for place, (_, part) in policy.parts.items()}
+            equations.update((place, eqn) for place, (eqn, _) in notes.parts.items())
+            parts = {place: part for place, (_, part) in notes.parts.items()}
             return wholes | same, parts
 
         wholes, grads, parts = backward(self.wholes | stacks, note)
-        known = {place: totals[place](x) for place, x in parts.items()}
-        policy = FirstPass(known)
-        self.run(policy, self.gradients(grads), _GONE)
+        known = {place: _total(equations[place], x) for place, x in parts.items()}
+        notes = Notes({}, {})
+        update = dataclasses.replace(self, results=known)
+        update.run(self.gradients(grads), _GONE, notes)
+        update = dataclasses.replace(self, results=known | notes.scalars)
         stacks = {n: wholes[n] for n in stacks}
-        update = dataclasses.replace(self, results=known | policy.found)
         return update, stacks, jax.tree.leaves(update.results)
+
+
+def _policy(*, is_second_pass: bool = False) -> Policy:
+    """The policy for one layer of each stack, which must stand alone."""
+
+    def add_up(
+        eqn: JaxprEqn, kinds: list[Kind | None], inputs: list[Any]
+    ) -> list[jax.Array] | None:
+        """One layer is its sum; of more of them there is none."""
+        if all(kind.source.is_whole for kind in kinds if kind):
+            return versions.evaluate(eqn, inputs)
+        if is_second_pass:  # The first pass lacked what it adds up.
+            raise MixedSlicesError(
+                f"its update needs a third pass, as {jaxprs.place(eqn)} depends on "
+                "another sum over layers"
+            )
+        return None
+
+    # Each layer would get the same bits.
+    return Policy("layer", "stack", [Op.RANDOM_BITS], add_up)
+
+
+def _total(eqn: JaxprEqn, parts: jax.Array) -> list[jax.Array]:
+    """The results of a reduction, from parts of all layers along a first axis."""
+    if "axes" not in eqn.params:  # A product.
+        return [parts.sum(0)]
+    return versions.evaluate(eqn.replace(params=eqn.params | {"axes": (0,)}), [parts])
 
 
 def _on_mesh(x: jax.Array, new: Any) -> jax.Array:

@@ -161,7 +161,7 @@ def _scan(
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
         (carry, stacks), (i, scanned) = carried, x
         read = {
-            n: compilers.layer(stacks[n], i, loss.length, axis)
+            n: compilers.read_layer(stacks[n], i, loss.length, axis)
             for n, axis in loss.axes.items()
         }
         parts = {n: part for n, (part, _) in read.items()}

@@ -9,7 +9,6 @@ group is a layer.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._trees import jaxprs, versions
+from gradxform._trees.slice_rules import RULES, Along, resized, shape_of
 from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
@@ -52,33 +52,31 @@ class StackVariable(NamedTuple):
     path: str
     equations: tuple[JaxprEqn, ...] = ()
 
-    def axes(self, length: int) -> list[int]:
-        """The axis of the layers in the stack, then in each equation's result.
+    def layers(self, length: int) -> list[Along]:
+        """Where the layers lie in the stack, then in each equation's result.
 
-        In the last result, the variable, it is the first axis. ``length`` is the number
-        of layers.
+        In the last result, the variable, they lie along the first axis. ``length`` is
+        the number of layers.
         """
-        axes = [0]
-        for eqn in reversed(self.equations):
-            axis: int | None = axes[0]
-            if eqn.primitive.name == Op.TRANSPOSE:
-                axis = eqn.params["permutation"][axis]
-            elif eqn.primitive.name == Op.RESHAPE:
-                axis = _axis_before_reshape(eqn, axes[0], length)
-            if axis is None:
-                self.refuse(f"it is used by {jaxprs.place(eqn)}")
-            axes.insert(0, axis)
-        return axes
+        shape = shape_of(self.equations[0].invars[0]) if self.equations else (length,)
+        for axis, size in enumerate(shape):
+            found = [Along(axis, size // length)]
+            for eqn in self.equations if not size % length else ():
+                along = RULES[eqn.primitive.name](eqn, 0, found[-1], length)
+                if along is None:
+                    break
+                found.append(along)
+            if len(found) > len(self.equations) and not found[-1].axis:
+                return found
+        names = [eqn.primitive.name for eqn in self.equations]
+        reshape = self.equations[names.index(Op.RESHAPE)]
+        self.refuse(f"it is used by {jaxprs.place(reshape)}")
 
     def layer(self, part: jax.Array, length: int) -> jax.Array:
         """A layer of the variable, from the layer's part of the stack."""
-        for eqn, axis in zip(self.equations, self.axes(length)[1:], strict=True):
-            params = eqn.params
-            if eqn.primitive.name == Op.RESHAPE:
-                sizes = list(params["new_sizes"])
-                sizes[axis] //= length
-                params = params | {"new_sizes": tuple(sizes)}
-            (part,) = versions.evaluate(eqn.replace(params=params), [part])
+        for eqn, along in zip(self.equations, self.layers(length)[1:], strict=True):
+            of_layer = resized(eqn.primitive.name, eqn, along, 1)
+            (part,) = versions.evaluate(of_layer, [part])
         return jnp.squeeze(part, 0)
 
     def refuse(self, reason: str) -> NoReturn:
@@ -124,7 +122,7 @@ class ScannedLoss(NamedTuple):
     def axes(self) -> dict[int, int]:
         """The axis of the layers of each stack, by its number."""
         stacks = filter(None, self.scanned_stacks)
-        return {stack.number: stack.axes(self.length)[0] for stack in stacks}
+        return {stack.number: stack.layers(self.length)[0].axis for stack in stacks}
 
     @property
     def read_later(self) -> list[Var]:
@@ -221,7 +219,9 @@ def find_scan(
             is_scan = eqn.primitive.name == Op.SCAN
             if not is_scan or x in eqn.invars[: sum(versions.scan_lengths(eqn))]:
                 stack.refuse(f"it is used by {jaxprs.place(eqn)}")
-            over = position, stack.axes(eqn.params["length"])[0]
+            if not eqn.params["length"]:
+                stack.refuse("it has no layer")
+            over = position, stack.layers(eqn.params["length"])[0].axis
             if scans.setdefault(stack.number, over) != over:
                 stack.refuse(f"a second scan goes over it, {jaxprs.place(eqn)}")
     for x in filter(is_variable, jaxpr.outvars):
@@ -242,27 +242,11 @@ def find_scan(
         if n in paths and (over := aval.sharding.spec[scans[n][1]]):
             StackVariable(n, paths[n]).refuse(f"its layers are sharded over {over!r}")
     scan = jaxpr.eqns[position]
-    if not scan.params["length"]:
-        first.refuse("it has no layer")
     if jaxprs.calls_host(scan):
         # The backward pass would get another result than the forward pass.
         its = jaxprs.place(scan)
         first.refuse(f"{its} has an io_callback, which would be called twice")
     return ScannedLoss(closed, numbers, stacks, position)
-
-
-def _axis_before_reshape(eqn: JaxprEqn, axis: int, length: int) -> int | None:
-    """The axis of the input of a ``reshape`` that has the same ``length`` equal parts.
-
-    They lie along ``axis`` of the result. None if they are no parts of the input.
-    """
-    types: list[Any] = [eqn.invars[0].aval, eqn.outvars[0].aval]
-    given, made = (x.shape for x in types)
-    for before, size in enumerate(given):
-        in_front = math.prod(given[:before]) == math.prod(made[:axis])
-        if in_front and not size % max(length, 1):
-            return before
-    return None
 
 
 def is_variable(x: Var | Literal) -> TypeGuard[Var]:

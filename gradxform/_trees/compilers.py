@@ -144,7 +144,7 @@ def laid_out(x: jax.Array) -> jax.Array:
     return _laid_out(x)
 
 
-def layer(
+def read_layer(
     x: jax.Array, i: jax.Array, number: int, axis: int
 ) -> tuple[jax.Array, jax.Array]:
     """Layer ``i`` of a stack, and the stack for the next layers, for a loop that reads.

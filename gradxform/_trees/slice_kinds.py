@@ -45,9 +45,8 @@ class Whole(NamedTuple):
 
     def sizes(self) -> list[int]:
         """Sizes of the axis for other numbers of slices."""
-        size, step = self.size, self.kind.along.entries
-        others = size + step, size - step, 2 * size, 3 * size, size // 2 // step * step
-        return [n if n >= 0 else size for n in others]
+        n, step = self.source.number, self.kind.along.entries
+        return [step * number for number in (n + 1, n - 1, 2 * n, 3 * n, n // 2)]
 
 
 def of_leaves(arrays: Mapping[Path, Whole], tree: PyTree[Leaf]) -> list[Kind | None]:
@@ -146,10 +145,8 @@ class States(NamedTuple):
         """The slices of leaves that belong to some arrays, by their paths."""
         first: MixedSlicesError | None = None
         sizes = [self.arrays[path].sizes() for path in changed]
-        for others in dict.fromkeys(zip(*sizes, strict=True)):
+        for others in zip(*sizes, strict=True):
             new = dict(zip(changed, others, strict=True))
-            if any(n == self.arrays[path].size for path, n in new.items()):
-                continue
             shapes = self._shapes(state, new)
             try:
                 if shapes is not None:

@@ -7,24 +7,16 @@ knows of each value whether it has slices, and along which axis, from the argume
 as it is. Arrays that an update makes itself, such as zeros, are made only when they are
 read: beside slices there are as many of theirs.
 
-A policy says what differs: what is padding, what may be added up, and the words of
-errors. An evaluation adds no array of the size of a whole one.
+A policy says what differs: which operations may add up slices, and the words of errors.
+An evaluation adds no array of the size of a whole one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    ClassVar,
-    NamedTuple,
-    NoReturn,
-    Protocol,
-    TypeAlias,
-)
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -115,56 +107,48 @@ class Missing(NamedTuple):
 Value: TypeAlias = Any
 
 
-class Policy(Protocol):
+class Policy(NamedTuple):
     """What differs from one use to another.
 
     Attributes:
       slice: what messages call a slice.
       whole: what they call an array that has slices.
       refused: operations that it does not take, in spite of their rules.
+      add_up: (equation, kinds of its operands, operands) -> the results of an equation
+        that adds up all slices; None if it must not.
     """
 
-    slice: ClassVar[str]
-    whole: ClassVar[str]
-    refused: ClassVar[Collection[str]]
-
-    def known(self, place: Place) -> list[jax.Array] | None:
-        """The results of the equation there, if they are known already."""
-
-    def done(self, place: Place, eqn: JaxprEqn, results: list[Value]) -> None:
-        """The equation there has these results."""
-
-    def added_up(
-        self, place: Place, eqn: JaxprEqn, kinds: list[Kind | None], inputs: list[Any]
-    ) -> list[jax.Array] | None:
-        """The results of an equation that adds up all slices; None if it must not."""
-
-    def branch(self, eqn: JaxprEqn) -> int | None:
-        """Which branch of a conditional is taken in any case, if one is."""
-
-    def skip(self, missing: Missing) -> None:
-        """An effect needs a value that is missing; may raise."""
-
-    def look(self, inside: Callable[[], object]) -> None:
-        """May run a part of the program whose results nobody needs."""
-
-    def inside(self) -> Policy:
-        """The same within another trace: values from there are of no use outside."""
+    slice: str
+    whole: str
+    refused: Collection[str]
+    add_up: Callable[[JaxprEqn, list[Kind | None], list[Any]], list[jax.Array] | None]
 
 
-class Program(NamedTuple):
+class Notes(NamedTuple):
+    """What a first pass over all slices finds out for a second one.
+
+    Attributes:
+      scalars: the results of equations that have no larger ones.
+      parts: equations that add up all slices, and the part of those that are there.
+    """
+
+    scalars: dict[Place, list[jax.Array]]
+    parts: dict[Place, tuple[JaxprEqn, jax.Array]]
+
+
+class WholeProgram(NamedTuple):
     """A function of whole arrays, traced with their shapes."""
 
     closed: ClosedJaxpr
     structure: Any  # That of the results.
 
 
-def trace(
+def trace_whole(
     f: Callable[..., PyTree[Any]],
     args: PyTree[Any],
     kinds: Sequence[Kind | None],
     given: Mapping[int, Any],
-) -> Program:
+) -> WholeProgram:
     """The jaxpr of ``f(*args)``, as a function of the leaves in ``given``.
 
     ``given`` has leaves by their number, slices of those that have a kind, or arrays of
@@ -183,9 +167,9 @@ def trace(
             shape = kind.along.of(shape, kind.source.number)
         return jax.typeof(x).update(shape=shape, memory_space=host.DEVICE)
 
-    types = {i: whole(i, x) for i, x in given.items()}
-    closed, results = jax.make_jaxpr(call, return_shape=True)(types)
-    return Program(closed, jax.tree.structure(results))
+    wholes = {i: whole(i, x) for i, x in given.items()}
+    closed, results = jax.make_jaxpr(call, return_shape=True)(wholes)
+    return WholeProgram(closed, jax.tree.structure(results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +178,14 @@ class Evaluator:
 
     Attributes:
       policy: what it does that others do not.
+      known: the results of some equations, which a first pass has found out.
+      notes: of a first pass. Effects wait for the second one.
       at: the place of the equation that this part of a program is inside of.
     """
 
     policy: Policy
+    known: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    notes: Notes | None = None
     at: Place = ()
 
     def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
@@ -205,49 +193,44 @@ class Evaluator:
         consts = [Constant(x) if shape_of(x) else x for x in closed.consts]
         return jaxprs.run(closed.jaxpr, [*consts, *inputs], self.apply)
 
-    def array(self, x: Value, kind: Kind | None) -> jax.Array | Missing:
-        """A result as an array: its slices, if it should have any."""
-        if isinstance(x, Missing):
-            return x
-        try:
-            if kind is not None:
-                return self._sliced(x, kind)
-            if isinstance(x, Slices) and not x.kind.source.is_whole:
-                self._mixes()
-            return self._whole(x)
-        except MixedSlicesError as error:
-            return Missing(str(error))
-
     def arrays(
-        self, values: Sequence[Value], kinds: Sequence[Kind | None]
+        self, values: Iterable[Value], kinds: Iterable[Kind | None]
     ) -> list[jax.Array]:
-        """As :func:`array`, for some results.
+        """Results as arrays: their slices, if they should have any.
 
         Raises:
-          MixedSlicesError: one of them is missing.
+          MixedSlicesError: one of them is missing, or has no such slices.
         """
-        arrays: list[jax.Array] = []
-        for x in map(self.array, values, kinds):
-            if isinstance(x, Missing):
-                raise MixedSlicesError(x.reason)
-            arrays.append(x)
-        return arrays
+        return list(map(self._array, values, kinds))
+
+    def _array(self, x: Value, kind: Kind | None) -> jax.Array:
+        if isinstance(x, Missing):
+            raise MixedSlicesError(x.reason)
+        if kind is not None:
+            return self._sliced(x, kind)
+        if isinstance(x, Slices) and not x.kind.source.is_whole:
+            self._mixes()
+        return self._whole(x)
 
     def apply(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         """The results of an equation."""
         place = self._place(eqn)
-        results = self.policy.known(place)
-        if results is None:
-            results = self._attempt(name, inputs, eqn)
-            self.policy.done(place, eqn, results)
+        if place in self.known:
+            return self.known[place]
+        results = self._attempt(name, inputs, eqn)
+        is_scalar = not any(map(shape_of, eqn.outvars))
+        if self.notes is not None and is_scalar and not _missing(results):
+            self.notes.scalars[place] = results
         return results
 
     def _attempt(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
-        missing = [x for x in inputs if isinstance(x, Missing)]
+        missing = _missing(inputs)
         if missing and name not in _CALLS:
             # A sum over a mesh axis is an effect, too, but only its result counts.
-            if eqn.effects and (not eqn.outvars or jaxprs.calls_host(eqn)):
-                self.policy.skip(missing[0])
+            is_effect = eqn.effects and (not eqn.outvars or jaxprs.calls_host(eqn))
+            # It may belong to a later part of the program.
+            if is_effect and self.notes is None and not missing[0].is_given:
+                raise MixedSlicesError(missing[0].reason)
             return [missing[0].used(eqn)] * len(eqn.outvars)
         try:
             return self._by_rule(name, inputs, eqn)
@@ -280,7 +263,10 @@ class Evaluator:
             self._mixes(eqn)
         kinds, operands = self._operands(name, inputs, eqn, kind)
         if kind.along.axis < 0:
-            results = self.policy.added_up(self._place(eqn), eqn, kinds, operands)
+            if self.notes is not None:
+                (part,) = versions.evaluate(eqn, operands)
+                self.notes.parts[self._place(eqn)] = eqn, part
+            results = self.policy.add_up(eqn, kinds, operands)
             return self._mixes(eqn) if results is None else results
         eqn = resized(name, eqn, kind.along, kind.source.given)
         return [Slices(x, kind) for x in versions.evaluate(eqn, operands)]
@@ -365,8 +351,8 @@ class Evaluator:
         return dataclasses.replace(self, at=(*self.at, id(eqn), branch))
 
     def _traced(self) -> Evaluator:
-        """The same within another trace."""
-        return dataclasses.replace(self, policy=self.policy.inside())
+        """The same within another trace: nobody outside can use values from there."""
+        return dataclasses.replace(self, notes=None)
 
     def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return self._inside(eqn).results(eqn.params["jaxpr"], inputs)
@@ -382,12 +368,14 @@ class Evaluator:
         """The results of a conditional; one is missing if it is in any branch."""
         index, *operands = inputs
         branches = eqn.params["branches"]
-        number = self.policy.branch(eqn)
-        if number is not None:
-            return self._inside(eqn, number).results(branches[number], operands)
         insides = [self._inside(eqn, n) for n in range(len(branches))]
-        for inside, side in zip(insides, branches, strict=True):
-            self.policy.look(functools.partial(inside.results, side, operands))
+        platforms = eqn.params.get("branches_platforms") or ()
+        if None in platforms:  # Forms for one platform are for whole arrays.
+            number = platforms.index(None)
+            return insides[number].results(branches[number], operands)
+        if self.notes is not None:  # An equation inside may add up slices.
+            for inside, side in zip(insides, branches, strict=True):
+                inside.results(side, operands)
         if isinstance(index, Missing):
             return [index.used(eqn)] * len(eqn.outvars)
 
@@ -410,7 +398,7 @@ class Evaluator:
             jax.eval_shape(lambda x, n=n: made.append(results(n, x)), given)
         columns = list(zip(*made, strict=True))
         kinds = [next(filter(None, map(_kind, column)), None) for column in columns]
-        missing = [[x for x in c if isinstance(x, Missing)] for c in columns]
+        missing = list(map(_missing, columns))
 
         def taken(n: int, given: dict[int, jax.Array]) -> list[jax.Array]:
             made = zip(results(n, given), kinds, missing, strict=True)
@@ -428,11 +416,12 @@ class Evaluator:
         """The results of a ``custom_jvp``, with its derivative."""
         closed, number = eqn.params["call_jaxpr"], len(eqn.outvars)
         run = functools.partial(self._inside(eqn).results, closed)
-        if any(isinstance(x, Missing) for x in inputs):  # It has no derivative either.
+        if _missing(inputs):  # It has no derivative either.
             return run(inputs)
         if not any(isinstance(x, Slices) for x in inputs):
             return versions.evaluate(eqn, list(map(self._whole, inputs)))
-        self.policy.look(functools.partial(run, inputs))
+        if self.notes is not None:  # As in a conditional.
+            run(inputs)
         inside = self._inside(eqn)._traced()
         given = [self._beside(x, k, eqn, inputs) for k, x in enumerate(inputs)]
         kinds: list[Kind | None] = []
@@ -485,6 +474,10 @@ _CALLS: dict[str, Callable[[Evaluator, JaxprEqn, list[Value]], list[Value]]] = {
     Op.JIT: Evaluator._jit,
 }
 _SPECIAL = Slices, Constant, Deferred, Missing
+
+
+def _missing(values: Iterable[Value]) -> list[Missing]:
+    return [x for x in values if isinstance(x, Missing)]
 
 
 def _kind(x: Value) -> Kind | None:

@@ -10,12 +10,14 @@ import chex
 import equinox as eqx
 import flax.linen as nn
 import haiku as hk
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
+from hypothesis import strategies as st
 from jax.experimental import io_callback
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -24,7 +26,8 @@ import gradxform as gx
 from benchmarks.compilers import placed
 from benchmarks.grid import devices
 from benchmarks.models import next_tokens, size, transformer
-from tests.descriptors import DESCRIPTORS, widths
+from gradxform._trees.compilers import LARGE
+from tests.descriptors import DESCRIPTORS, thresholds, widths
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -479,7 +482,7 @@ def measured():
 CLIPPED = optax.chain(gx.clip_by_global_norm(0.1), optax.adamw(SCHEDULE))
 REDUCING = {
     "clip_by_global_norm": CLIPPED,
-    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1)),
+    "clip_by_block_rms": optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(0.1)),
     "optax.clip_by_global_norm": optax.chain(
         optax.clip_by_global_norm(0.1), optax.adamw(1e-2)
     ),
@@ -1007,15 +1010,14 @@ def of_vectors(p):
     return jax.lax.scan(body, p["head"].mean(), p["blocks"])[0]
 
 
-def by_comparison(length):
+def by_comparison(length, width=128):
     """An optimizer of a user, which decides by the size of a leaf."""
     state = optax.trace(0.9)
 
     def update(updates, trace, params=None):
         updates, trace = state.update(updates, trace)
-        sizes = [n * length for n in (127, 128, 129)]
         return jax.tree.map(
-            lambda u: -u if u.size in sizes[1:2] else -2 * jnp.sign(u), updates
+            lambda u: -u if u.size == length * width else -2 * jnp.sign(u), updates
         ), trace
 
     return optax.GradientTransformation(state.init, update)
@@ -1057,11 +1059,40 @@ def test_a_threshold_lies_near_the_size_of_a_stack(length, shapes, tx):
     )
 
 
-def test_blocks_across_layers_are_refused():
-    tx, make = gx.low_bit_state(optax.adam(0.1)), vectors(128, (256,))
+@pytest.mark.slow
+@hypothesis.given(
+    length=st.sampled_from([1, 2, 3, 127, 128, 129]),
+    near=st.lists(st.tuples(st.sampled_from(thresholds()), st.integers(-1, 1))),
+    names=st.lists(st.sampled_from(["adam", "momentum", "sum", "8 bits"]), max_size=2),
+)
+@hypothesis.settings(max_examples=12, deadline=None)
+def test_any_number_of_layers_is_the_ordinary_step(length, near, names):
+    """Also if so many layers of vectors have as many entries as a threshold."""
+    tx = optax.sgd(0.1)
+    for name in names:
+        tx = {
+            "adam": lambda tx: optax.chain(optax.scale_by_adam(), tx),
+            "momentum": lambda tx: optax.chain(optax.trace(0.9), tx),
+            "sum": lambda tx: gx.accumulate(tx, 2),
+            "8 bits": functools.partial(gx.low_bit_state, block_axis=-1),
+        }[name](tx)
+    tx = optax.chain(by_comparison(length, LARGE // length), tx)
+    shapes = [(max(n // length + more, 1),) for n, more in near[:2]]
+    shapes = [(LARGE // length + 1,), *shapes]
+    make = vectors(length, *shapes)
+    check(of_vectors, tx, make, layers=["blocks"], batch=(), rtol=2e-5)
+
+
+@pytest.mark.parametrize("length", [511, 512, 513])
+def test_blocks_across_layers_are_refused(length):
+    """A matrix of 512 rows is divided along them, and so are so many vectors."""
+    tx, make = gx.low_bit_state(optax.adam(0.1)), vectors(length, (256,))
     step = gx.minimize(of_vectors, tx, layers=["blocks"])
+    if length < 512:
+        step.lower(make(), tx.init(make()))
+        return
     with pytest.raises(TypeError, match=r"no layer for each .* block_axis=-1"):
-        step(make(), tx.init(make()))
+        step.lower(make(), tx.init(make()))
 
 
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
