@@ -41,26 +41,28 @@ import typing as _typing
 
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
-from gradxform._late.accumulate import accumulate as accumulate
-from gradxform._late.accumulator import (
+from gradxform._devices.host import on_host as on_host
+from gradxform._gates.accumulate import accumulate as accumulate
+from gradxform._gates.accumulator import (
     conditional_accumulator as conditional_accumulator,
 )
-from gradxform._late.compensate_delay import compensate_delay as compensate_delay
-from gradxform._late.counters import global_step as global_step
-from gradxform._late.counters import staleness_fraction as staleness_fraction
-from gradxform._late.delayed import DelayedState as DelayedState
-from gradxform._late.delayed import delayed as delayed
-from gradxform._late.drop_stale import DropStaleState as DropStaleState
-from gradxform._late.drop_stale import drop_stale as drop_stale
-from gradxform._late.gate import GatedTransformation as GatedTransformation
-from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
-from gradxform._late.skip_spikes import SkipSpikesState as SkipSpikesState
-from gradxform._late.skip_spikes import skip_spikes as skip_spikes
-from gradxform._late.sums import (
+from gradxform._gates.counters import global_step as global_step
+from gradxform._gates.counters import staleness_fraction as staleness_fraction
+from gradxform._gates.delayed import DelayedState as DelayedState
+from gradxform._gates.delayed import delayed as delayed
+from gradxform._gates.drop_stale import DropStaleState as DropStaleState
+from gradxform._gates.drop_stale import drop_stale as drop_stale
+from gradxform._gates.gate import GatedTransformation as GatedTransformation
+from gradxform._gates.skip_spikes import SkipSpikesState as SkipSpikesState
+from gradxform._gates.skip_spikes import skip_spikes as skip_spikes
+from gradxform._gates.sums import (
     ConditionalAccumulatorState as ConditionalAccumulatorState,
 )
-from gradxform._late.worker_mean import WorkerMeanState as WorkerMeanState
-from gradxform._late.worker_mean import worker_mean as worker_mean
+from gradxform._gates.worker_mean import WorkerMeanState as WorkerMeanState
+from gradxform._gates.worker_mean import worker_mean as worker_mean
+from gradxform._late.compensate_delay import compensate_delay as compensate_delay
+from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
+from gradxform._numbers.apply_updates import apply_updates as apply_updates
 from gradxform._rows.densify import densify as densify
 from gradxform._rows.indexed_slices import IndexedSlices as IndexedSlices
 from gradxform._rows.lazy import lazy as lazy
@@ -111,8 +113,6 @@ from gradxform._transforms.round_stochastically import (
 from gradxform._transforms.round_stochastically import (
     round_stochastically as round_stochastically,
 )
-from gradxform._trees.apply_updates import apply_updates as apply_updates
-from gradxform._trees.host import on_host as on_host
 
 __version__ = "0.1.0"
 

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform._late.gate import gate_of
-from gradxform._trees.compilers import LARGE
-from gradxform._trees.norms import _SMALL
+from gradxform._gates.gate import gate_of
+from gradxform._jax.compilers import LARGE
+from gradxform._numbers.norms import _SMALL
 
 
 def factory(name: str) -> Callable[..., Any]:

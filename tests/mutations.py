@@ -1,6 +1,6 @@
 """What the suite can catch: small faults, built into a copy of the library one by one.
 
-``python -m tests.mutations _late/gate.py`` changes one place of that module at a time:
+``python -m tests.mutations _gates/gate.py`` changes one place of that module at a time:
 ``<`` becomes ``<=``, ``+`` becomes ``-``, a condition is always true or never, a call
 gives its argument, a number grows by 1, a statement does nothing. For each fault
 it runs the tests of a copy up to the first that fails, and says which one that was. The
@@ -9,8 +9,8 @@ others. Those marked ``slow`` run only if no quick one has failed. Its exit code
 a fault has survived. Such a fault asks for a test, unless it changes nothing that a
 user can see.
 
-    python -m tests.mutations _late/gate.py --list
-    python -m tests.mutations _late/gate.py --only 3 17 -n 2 --part quick
+    python -m tests.mutations _gates/gate.py --list
+    python -m tests.mutations _gates/gate.py --only 3 17 -n 2 --part quick
     python -m tests.mutations --sample 2
 
 The last one builds in two faults of each module, the same each time.

@@ -18,7 +18,7 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform._late.gate import gate_of
+from gradxform._gates.gate import gate_of
 from tests import oracles
 from tests.descriptors import DESCRIPTORS, UNGATED, factory
 

@@ -12,20 +12,23 @@ PACKAGE = pathlib.Path(gx.__file__).parent
 
 # Who may import whom; modules of a subpackage may import each other. "" is the public
 # API.
+NUMBERS = ["_trees", "_jax", "_checks", "_devices", "_numbers"]
+ROWS = {*NUMBERS, "_slices", "_rows"}
+GATES = ROWS | {"_late", "_gates"}
+ALL = GATES | {"_transforms", "_training", "_server"}
 MAY_IMPORT = {
-    "_trees": set(),
-    "_rows": {"_trees"},
-    "_transforms": {"_trees", "_rows"},
-    "_late": {"_trees", "_rows"},
-    "_training": {"_trees", "_rows", "_late"},
-    "contrib": {"_trees", "_rows", "_transforms", "_late"},
-    "_server": {"_trees", "_rows", "_transforms", "_late", "_training"},
-    "engines": {"_trees", "_rows", "_transforms", "_late", "_training", "_server"},
-    "_ray": {
-        *("_trees", "_rows", "_transforms", "_late", "_training", "_server"),
-        "engines",
-    },
-    "_config": {"", "_trees"},
+    **{name: {*NUMBERS[:i]} for i, name in enumerate(NUMBERS)},
+    "_slices": {*NUMBERS},
+    "_rows": {*NUMBERS, "_slices"},
+    "_transforms": ROWS,
+    "_late": ROWS,
+    "_gates": ROWS | {"_late"},
+    "_training": GATES,
+    "contrib": GATES | {"_transforms"},
+    "_server": ALL - {"_server"},
+    "engines": ALL,
+    "_ray": ALL | {"engines"},
+    "_config": {"", "_trees", "_checks"},
     "keras": {""},
     "_demo": {"", "_server", "engines"},
 }

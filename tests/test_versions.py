@@ -32,7 +32,7 @@ def test_one_module_asks_which_version_runs():
         for path in package.rglob("*.py")
         if ASKS.search(path.read_text())
     }
-    assert modules == {"_trees/versions.py"}
+    assert modules == {"_jax/versions.py"}
 
 
 def test_the_floors_and_every_python_are_in_the_table():

@@ -4,5 +4,5 @@
 - ``keras``: translates the configs that Keras and TensorFlow Addons write.
 - ``schedules``: Keras's schedules that optax lacks.
 
-Imports ``_trees`` and the public API, whose functions a config names.
+Imports ``_trees``, ``_checks`` and the public API, whose functions a config names.
 """

@@ -19,8 +19,8 @@ import numpy as np
 import optax
 
 import gradxform as gx
+from gradxform._checks import arguments
 from gradxform._config import keras, schedules
-from gradxform._trees import checks
 from gradxform._trees.extra_args import with_extra_args_support
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
@@ -120,7 +120,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     """
     plain = _plain(config, "config")
     tx = _make(plain, "config")  # Translates Keras's configs.
-    checks.transformation("config, by its 'name',", tx)
+    arguments.transformation("config, by its 'name',", tx)
     tx = with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
@@ -247,7 +247,7 @@ def _run(function: Callable[..., Any], where: str, /, **arguments: Any) -> Any:
 
 def _chain(transforms: list[Any]) -> optax.GradientTransformationExtraArgs:
     for i, transform in enumerate(transforms):
-        checks.transformation(f"transforms[{i}]", transform)
+        arguments.transformation(f"transforms[{i}]", transform)
     return optax.chain(*transforms)
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import optax
 
+from gradxform._checks import arguments
 from gradxform._config import schedules
-from gradxform._trees import checks
 
 Config = dict[str, Any]
 
@@ -86,7 +86,7 @@ def _optimizer(config: Config, keys: Config) -> Config:
     """
     rate = keys.pop("learning_rate")
     clips = {key: keys.pop(key, None) for key in _CLIPS}
-    checks.at_most_one(**clips)
+    arguments.at_most_one(**clips)
     clips = {key: limit for key, limit in clips.items() if limit is not None}
     if "use_ema" not in keys:
         decay = keys.pop("decay")

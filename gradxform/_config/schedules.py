@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks
+from gradxform._checks import arguments
 
 
 def inverse_time_decay(
@@ -26,7 +26,7 @@ def inverse_time_decay(
     >>> rate = inverse_time_decay(0.3, transition_steps=4, decay_rate=2.0)
     >>> assert rate(0) == 0.3 and abs(rate(4) - 0.1) < 1e-7
     """
-    checks.in_range("transition_steps", transition_steps, "(0, inf)")
+    arguments.in_range("transition_steps", transition_steps, "(0, inf)")
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         time = jnp.asarray(count, float) / transition_steps
@@ -59,7 +59,7 @@ def polynomial_decay(
     >>> rate = polynomial_decay(1.0, 0.0, power=1.0, transition_steps=4, cycle=True)
     >>> assert [float(rate(count)) for count in (0, 2, 4, 6, 8)] == [1, 0.5, 0, 0.25, 0]
     """
-    checks.in_range("transition_steps", transition_steps, "(0, inf)")
+    arguments.in_range("transition_steps", transition_steps, "(0, inf)")
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, float)
@@ -97,8 +97,8 @@ def cosine_decay_restarts(
     >>> assert jnp.allclose(rates[:3], jnp.array([1.0, 0.5, 0.5]))  # at 2 anew
     >>> assert jnp.allclose(rates[3:], jnp.array([0.4267767, 0.25, 0.0732233, 0.25]))
     """
-    checks.in_range("first_decay_steps", first_decay_steps, "(0, inf)")
-    checks.in_range("t_mul", t_mul, "[1, inf)")
+    arguments.in_range("first_decay_steps", first_decay_steps, "(0, inf)")
+    arguments.in_range("t_mul", t_mul, "[1, inf)")
 
     def start(n: jax.Array) -> jax.Array:  # In units of first_decay_steps.
         return n if t_mul == 1 else jnp.expm1(n * math.log(t_mul)) / (t_mul - 1)
@@ -140,7 +140,7 @@ def linear_cosine_decay(
     >>> rates = jnp.array([rate(count) for count in (0, 2, 4, 5)])
     >>> assert jnp.allclose(rates, jnp.array([1.25, 0.5, 0.25, 0.25]))
     """
-    checks.in_range("decay_steps", decay_steps, "(0, inf)")
+    arguments.in_range("decay_steps", decay_steps, "(0, inf)")
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         left = 1 - jnp.minimum(1.0, jnp.asarray(count, float) / decay_steps)
@@ -160,5 +160,5 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
     >>> rate = at_last_push(inverse_time_decay(1.0, 1, 1.0), num_required=2)
     >>> assert (rate(0), rate(1)) == (1 / 2, 1 / 4)
     """
-    checks.in_range("num_required", num_required, checks.COUNTS)
+    arguments.in_range("num_required", num_required, arguments.COUNTS)
     return lambda count: schedule(num_required * (count + 1) - 1)

@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._numbers import arithmetic
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._trees import dtypes, maps
 from gradxform._trees.stateless import stateless
 
 
@@ -49,7 +51,9 @@ def compensate_delay(
     >>> updates  # 2 + 0.5 · 2² · (3 - 2)
     Array([4.], dtype=float32)
     """
-    variance_control = checks.in_range("variance_control", variance_control, "[0, inf)")
+    variance_control = arguments.in_range(
+        "variance_control", variance_control, "[0, inf)"
+    )
 
     def corrected(
         updates: optax.Updates,
@@ -58,14 +62,14 @@ def compensate_delay(
         worker_params: optax.Params | None = None,
         **_: object,
     ) -> optax.Updates:
-        params = checks.params_given("compensate_delay", params)
+        params = structures.params_given("compensate_delay", params)
         meaning = "the parameters at which the worker computed"
-        worker_params = checks.extra_argument(
+        worker_params = arguments.extra_argument(
             "compensate_delay", "worker_params", worker_params, meaning
         )
-        checks.same_shapes("updates", updates, "params", params)
+        structures.same_shapes("updates", updates, "params", params)
         worker_params = maps.masked_like(updates, worker_params)
-        checks.same_shapes("updates", updates, "worker_params", worker_params)
+        structures.same_shapes("updates", updates, "worker_params", worker_params)
 
         def compensate(
             g: jax.Array, w: jax.Array, w_worker: jax.Array

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import checks, dtypes
+from gradxform._checks import arguments
+from gradxform._trees import dtypes
 
 
 def staleness(global_step: jax.Array, local_step: jax.Array) -> jax.Array:
@@ -30,9 +31,11 @@ def checked_bound(
     """
     if callable(max_staleness):
         return max_staleness
-    bound = checks.whole(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
+    bound = arguments.whole(
+        arguments.in_range("max_staleness", max_staleness, "[0, inf]")
+    )
     if not isinstance(bound, jax.core.Tracer) and not np.isinf(np.asarray(bound)):
-        checks.scalar("max_staleness", max_staleness, integer=True)
+        arguments.scalar("max_staleness", max_staleness, integer=True)
     return bound
 
 
@@ -48,7 +51,7 @@ def is_fresh(
     """
     bound = max_staleness
     if callable(bound):
-        bound = checks.scheduled("max_staleness", bound, global_step, "[0, inf]")
+        bound = arguments.scheduled("max_staleness", bound, global_step, "[0, inf]")
     # fresh iff global_step - local_step <= max_staleness(global_step)
     if isinstance(bound, int) or jnp.issubdtype(jnp.result_type(bound), jnp.integer):
         return local_step >= global_step - dtypes.saturated(bound)
@@ -76,6 +79,6 @@ def factor(
       TypeError: it is no real scalar.
     """
     value: jax.typing.ArrayLike = weight(staleness)
-    checks.scalar("weight(staleness)", value)
-    value = checks.in_range("weight(staleness)", value, "[0, inf)")
+    arguments.scalar("weight(staleness)", value)
+    value = arguments.in_range("weight(staleness)", value, "[0, inf)")
     return value

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments
 from gradxform._late import lateness
-from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._numbers import arithmetic
+from gradxform._trees import dtypes, maps
 from gradxform._trees.stateless import stateless
 
 
@@ -59,7 +61,7 @@ def scale_by_staleness(
     >>> tx.update(jnp.array([4.0]), tx.init(None), staleness=3)[0]  # 4 / √4
     Array([2.], dtype=float32)
     """
-    power = checks.in_range("power", power, "[0, inf)")
+    power = arguments.in_range("power", power, "[0, inf)")
     lateness.check_weight(weight)
 
     def scaled(
@@ -73,7 +75,7 @@ def scale_by_staleness(
                 "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
                 "update(..., staleness=s)."
             )
-        checks.scalar("staleness", staleness, integer=True)
+        arguments.scalar("staleness", staleness, integer=True)
         # s = max(0, staleness)
         s = jnp.maximum(0, dtypes.saturated(staleness))
         factor = None if weight is None else lateness.factor(weight, s)

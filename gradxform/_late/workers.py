@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import checks, dtypes
+from gradxform._checks import arguments
+from gradxform._trees import dtypes
 
 
 def row_of(
@@ -18,9 +19,9 @@ def row_of(
       ValueError: it is no array, and not in [0, n).
     """
     meaning = "the index of the worker that computed"
-    worker = checks.extra_argument(name, "worker", worker, meaning)
-    checks.scalar("worker", worker, integer=True)
+    worker = arguments.extra_argument(name, "worker", worker, meaning)
+    arguments.scalar("worker", worker, integer=True)
     if not isinstance(worker, jax.Array):
-        checks.in_range("worker", worker, f"[0, {n})")
+        arguments.in_range("worker", worker, f"[0, {n})")
     i = dtypes.saturated(worker)
     return (i >= 0) & (i < n), jnp.clip(i, 0, n - 1)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import optax
 
+from gradxform._checks import arguments
 from gradxform._ray.followers import CALLS, Follower
 from gradxform._ray.layout import Layout, Shardings
 from gradxform._ray.leader import Leader
@@ -21,7 +22,6 @@ from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.placement import is_function
-from gradxform._trees import checks
 from gradxform._trees.types import T
 from gradxform.engines._job import Job
 from gradxform.engines._pool import LOOK, JobServer
@@ -59,7 +59,7 @@ def options_of(
         if option in options:
             raise ValueError(f"{name}: the engine cannot have {option}: leave it out.")
     most = options.get("max_concurrency", 1)
-    checks.in_range(f"{name}: max_concurrency", most, "[1, inf)", integer=True)
+    arguments.in_range(f"{name}: max_concurrency", most, "[1, inf)", integer=True)
     return options | OURS
 
 

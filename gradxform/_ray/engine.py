@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from gradxform._checks import arguments
 from gradxform._ray.actors import Processes, layout_of, options_of
 from gradxform._ray.connect import Connection, connect
 from gradxform._ray.layout import Layout, Shardings
@@ -22,7 +23,6 @@ from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past, summary
-from gradxform._trees import checks
 from gradxform.engines._ending import ending, handled, terminated, uninterrupted
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
@@ -103,8 +103,8 @@ def ray(
     """
     ray = require("ray", "ray")
     given = Checkpoint.of(checkpoint)
-    checks.in_range("max_deaths", max_deaths, "[0, inf)", integer=True)
-    checks.in_range("connect_timeout", connect_timeout, "(0, inf]")
+    arguments.in_range("max_deaths", max_deaths, "[0, inf)", integer=True)
+    arguments.in_range("connect_timeout", connect_timeout, "(0, inf]")
     layout = layout_of(job.params, server_processes, server_shardings)
     # For all workers at once, and some for other callers.
     options = {"max_concurrency": len(job.workers) + 8}

@@ -17,7 +17,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, maps
+from gradxform._checks import arguments, structures
+from gradxform._trees import maps
 from gradxform._trees.types import Leaf, Param, Path, PyTree, Shape, T
 
 AXIS = "server"  # The name of the mesh's axis.
@@ -64,14 +65,16 @@ class Layout(NamedTuple):
             ``params``, or asks for an impossible cut, with the leaf's path; or the
             length of an axis to cut does not divide.
         """
-        checks.in_range("server_processes", processes, checks.COUNTS, integer=True)
+        arguments.in_range(
+            "server_processes", processes, arguments.COUNTS, integer=True
+        )
         types = jax.eval_shape(lambda tree: tree, params)
         flat = jax.tree.leaves_with_path(types)
         if callable(shardings):
-            specs = [shardings(checks.path_str(path), x.shape) for path, x in flat]
+            specs = [shardings(structures.path_str(path), x.shape) for path, x in flat]
         else:
             try:
-                specs = checks.prefix("server_shardings", shardings, types)
+                specs = structures.prefix("server_shardings", shardings, types)
             except TypeError as error:
                 raise ValueError(str(error)) from None
             structure: jax.tree_util.PyTreeDef = jax.tree.structure(types)
@@ -160,7 +163,7 @@ def _cut(path: Path, x: Type, asked: object, processes: int) -> int | None:
     if asked is None:
         large = x.size * np.dtype(x.dtype).itemsize > LARGE
         asked = spec(0 if large and x.shape[0] >= processes else None)
-    where = f"server_shardings: {asked!r} at {checks.path_name(path)}"
+    where = f"server_shardings: {asked!r} at {structures.path_name(path)}"
     if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
     named = [

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import optax
 
+from gradxform._checks import arguments, structures
 from gradxform._ray.actors import Check, Processes, message
 from gradxform._ray.connect import Connection
 from gradxform._ray.layout import Layout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
-from gradxform._trees import checks
 from gradxform.engines._work import ServerDiedError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class RayServer:
     def _ask(
         self, name: str, *args: object, check: Check | None = None, **options: object
     ) -> Any:  # What the actor's method returns.
-        checks.not_while_tracing(name)
+        arguments.not_while_tracing(name)
         check = check or self.connection.check
         exceptions = self._ray.exceptions
         while True:
@@ -137,8 +137,8 @@ class RayServer:
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
-        checks.not_while_tracing("push")
-        checks.usable("grads", grads)
+        arguments.not_while_tracing("push")
+        structures.usable("grads", grads)
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 

@@ -10,5 +10,5 @@ everything outside.
 what a loss reads. ``lazy`` lets any transformation work on the touched rows, and
 ``by_row`` says what is special about them. ``densify`` makes arrays of the gradients.
 
-Imports ``_trees``.
+Imports ``_slices`` and what that imports.
 """

@@ -16,13 +16,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import structures
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import indexed_slices, table_rows
 from gradxform._rows.indexed_slices import is_sparse
 from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import take_rows, take_summed, write_summed
 from gradxform._rows.stored_rows import RowSparseError, unchecked
 from gradxform._rows.table_rows import TableRows, positions
-from gradxform._trees import arithmetic, checks, constants, maps
+from gradxform._trees import maps
 from gradxform._trees.types import Gradient, Leaf, PyTree, SparseLeaf
 
 
@@ -148,7 +150,7 @@ def dense(
     """Raises ``RowSparseError`` for a row-sparse leaf; it says what is needed."""
     for path, leaf in maps.leaves_with_path(tree):
         if isinstance(leaf, SparseLeaf):
-            got = f"{checks.describe(leaf)} at {checks.path_name(path)}"
+            got = f"{structures.describe(leaf)} at {structures.path_name(path)}"
             raise RowSparseError(f"{name} {needs}, got {got}. {hint}")
 
 
@@ -161,7 +163,9 @@ def raise_if_refused(error: Exception, message: str, params: optax.Params) -> No
     hints = indexed_slices.HINT, table_rows.HINT, SHORT_HINT
     if any(hint in str(error) for hint in hints):
         found = maps.leaves_with_path(params)
-        names = [checks.path_name(at) for at, p in found if isinstance(p, SparseLeaf)]
+        names = [
+            structures.path_name(at) for at, p in found if isinstance(p, SparseLeaf)
+        ]
         raise RowSparseError(message.format(", ".join(names))) from error
 
 

@@ -13,10 +13,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._jax import versions
 from gradxform._rows.boundary import gather_rows
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
-from gradxform._trees import maps, slice_kinds, slices, versions
-from gradxform._trees.slices import Kind, MixedSlicesError, Policy, Slices, Source
+from gradxform._slices import slices
+from gradxform._slices.kinds import Whole
+from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Slices, Source
+from gradxform._trees import maps
 from gradxform._trees.types import Path, PyTree
 
 if TYPE_CHECKING:
@@ -116,10 +119,10 @@ class Rows:
             ],
         )
 
-    def arrays(self) -> dict[Path, slice_kinds.Whole]:
+    def arrays(self) -> dict[Path, Whole]:
         """The tables, as arrays that have rows."""
         return {
-            path: slice_kinds.Whole(g.shape, source)
+            path: Whole(g.shape, source)
             for path, g in self.tables.items()
             for source in [Source(max(g.shape[0], 1), len(g.indices), path=path)]
         }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from gradxform._numbers.arithmetic import expand, rounded_sum
 from gradxform._rows import stored_rows
 from gradxform._rows.opaque import SHORT_HINT
 from gradxform._rows.rows import (
@@ -24,7 +25,6 @@ from gradxform._rows.rows import (
     write_summed,
 )
 from gradxform._rows.stored_rows import RowSparseError, node, unchecked
-from gradxform._trees.arithmetic import expand, rounded_sum
 from gradxform._trees.dtypes import wide_dtype
 from gradxform._trees.types import SparseLeaf
 

@@ -7,14 +7,16 @@ from typing import Any, NoReturn
 import jax
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._jax import versions
 from gradxform._rows import boundary
 from gradxform._rows.by_row import Rows
 from gradxform._rows.indexed_slices import IndexedSlices, filled, is_sparse
 from gradxform._rows.stored_rows import RowSparseError
-from gradxform._trees import checks, maps, versions
+from gradxform._slices.kinds import States
+from gradxform._slices.slices import MixedSlicesError
+from gradxform._trees import maps
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
-from gradxform._trees.slice_kinds import States
-from gradxform._trees.slices import MixedSlicesError
 from gradxform._trees.types import Leaf
 
 # States with a row for each row of a table, which still cannot act by the row.
@@ -90,7 +92,7 @@ def lazy(
     >>> optax.tree.get(state, "trace").ravel()  # Row 2 rests in the second step.
     Array([1.5, 0. , 2. , 0. ], dtype=float32)
     """
-    checks.transformation("inner", inner)
+    arguments.transformation("inner", inner)
     versions.before_tracing()
     inner = with_extra_args_support(inner)
 
@@ -107,7 +109,7 @@ def lazy(
         if not any(map(is_sparse, maps.leaves(updates))):
             return inner.update(updates, state, params, **extra)
         if params is not None:
-            checks.same_shapes("updates", updates, "params", params)
+            structures.same_shapes("updates", updates, "params", params)
         updates = boundary.summed_rows(updates)
         rows = Rows.of(updates)
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
@@ -128,7 +130,7 @@ def lazy(
                     "optax.monitor (use optax.snapshot)"
                 )
         except MixedSlicesError as error:
-            names = ", ".join(map(checks.path_name, rows.tables))
+            names = ", ".join(map(structures.path_name, rows.tables))
             raise RowSparseError(
                 "gradxform.lazy runs its inner transformation on rows of the table "
                 f"{names}, but {error}. Give the table another optimizer, with "

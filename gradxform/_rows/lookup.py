@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._jax import versions
+from gradxform._numbers import constants
 from gradxform._rows import readings
 from gradxform._rows.indexed_slices import IndexedSlices
 from gradxform._rows.rows import (
@@ -20,7 +23,7 @@ from gradxform._rows.rows import (
     rows_of,
 )
 from gradxform._rows.table_rows import TableRows, no_gradients, read_part
-from gradxform._trees import checks, constants, maps, versions
+from gradxform._trees import maps
 from gradxform._trees.types import Params
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
@@ -151,7 +154,7 @@ def value_and_grad(
     """
     if isinstance(tables, str):
         raise TypeError(f"tables must be a sequence of paths, got {tables!r}.")
-    checks.flags(has_aux=has_aux)
+    arguments.flags(has_aux=has_aux)
     if tables:
         versions.before_tracing()
 
@@ -163,9 +166,9 @@ def value_and_grad(
         if not tables and not any(_is_part(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)
             return dense_way(params, *batch, **kwargs)
-        paths = [checks.path_str(path) for path, _ in flat]
+        paths = [structures.path_str(path) for path, _ in flat]
         leaves = dict(enumerate(leaf for _, leaf in flat))
-        is_named = checks.names(
+        is_named = structures.names(
             "tables", tables, "leaves of params", (path for path, _ in flat)
         )
         named = _select(is_named, paths, leaves)

@@ -24,11 +24,12 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._jax import jaxprs, versions
+from gradxform._jax.versions import Op
+from gradxform._numbers import arithmetic
 from gradxform._rows import table_rows
 from gradxform._rows.rows import inside_or_padding
 from gradxform._rows.table_rows import TableRows
-from gradxform._trees import arithmetic, jaxprs, versions
-from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn

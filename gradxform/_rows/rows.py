@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees.mesh import axes_of
+from gradxform._devices.mesh import axes_of
 
 Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
 A = TypeVar("A", bound=Array)

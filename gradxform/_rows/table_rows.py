@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import structures
 from gradxform._rows import stored_rows
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._rows.rows import has_values, read_rows, searchsorted
 from gradxform._rows.stored_rows import node
-from gradxform._trees import checks, maps
+from gradxform._trees import maps
 from gradxform._trees.types import Leaf, Path, SparseLeaf
 
 HINT = (
@@ -142,8 +143,8 @@ def no_gradients(name: str, params: optax.Params) -> None:
     for path, p in maps.leaves_with_path(params):
         if is_sparse(p):
             raise TypeError(
-                f"{name} has an IndexedSlices at {checks.path_name(path)}, which is a "
-                "gradient. Rows of a table among parameters are gradxform.TableRows."
+                f"{name} has an IndexedSlices at {structures.path_name(path)}, which "
+                "is a gradient. Rows of a table among parameters are gradxform.TableRows."
             )
 
 
@@ -155,9 +156,9 @@ def numbered(params: optax.Params, grads: optax.Updates) -> optax.Updates:
             return g
         if not is_sparse(g):
             raise TypeError(
-                f"grads must be row-sparse at {checks.path_name(path)}, where params "
-                "hold only a part of a table, got "
-                f"{checks.describe(g)}."
+                f"grads must be row-sparse at {structures.path_name(path)}, where "
+                "params hold only a part of a table, got "
+                f"{structures.describe(g)}."
             )
         return IndexedSlices(positions(p, g.indices), g.values, p.values.shape)
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from gradxform._jax import jaxprs
 from gradxform._server.records import summary
-from gradxform._trees import jaxprs
 from gradxform._trees.types import T
 
 if TYPE_CHECKING:

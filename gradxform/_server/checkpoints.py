@@ -7,8 +7,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from gradxform._checks import arguments
 from gradxform._server.folder import path_of
-from gradxform._trees import checks
 
 
 class Checkpoint(NamedTuple):
@@ -59,12 +59,12 @@ class Checkpoint(NamedTuple):
         if given is None:
             return None
         self = given if isinstance(given, Checkpoint) else cls(given)
-        checks.flags(resume=self.resume)
+        arguments.flags(resume=self.resume)
         for name in ("every_steps", "max_to_keep"):
             if getattr(self, name) is not None:
-                checks.in_range(name, getattr(self, name), "[1, inf)", integer=True)
+                arguments.in_range(name, getattr(self, name), "[1, inf)", integer=True)
         if self.every_seconds is not None:
-            checks.in_range("every_seconds", self.every_seconds, "[0, inf]")
+            arguments.in_range("every_seconds", self.every_seconds, "[0, inf]")
         try:  # The form in which a checkpoint gives them back.
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:

@@ -17,9 +17,10 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._late import gate
-from gradxform._late.counters import has_gate
-from gradxform._late.worker_mean import num_workers_of
+from gradxform._checks import arguments
+from gradxform._gates import gate
+from gradxform._gates.counters import has_gate
+from gradxform._gates.worker_mean import num_workers_of
 from gradxform._server.placement import Arrays, copy, initialize
 from gradxform._server.programs import Prepared, PushPrograms, prepare
 from gradxform._server.records import (
@@ -39,7 +40,6 @@ from gradxform._server.records import (
     summary,
 )
 from gradxform._server.specs import Specs
-from gradxform._trees import checks
 
 Prepare: TypeAlias = Callable[[PushPrograms, optax.Updates, dict[str, Any]], Prepared]
 Woken: TypeAlias = queue.SimpleQueue[int | ServerClosedError]
@@ -100,10 +100,12 @@ class Core:
         worker, n = extra.get("worker"), self._num_workers
         if n is not None and worker is not None:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
-            checks.in_range("worker", jax.device_get(worker), f"[0, {n})", integer=True)
+            arguments.in_range(
+                "worker", jax.device_get(worker), f"[0, {n})", integer=True
+            )
         if self._weighs and extra.get("weight") is not None:  # Traced there, too.
             weight = np.asarray(jax.device_get(extra["weight"])).tolist()
-            extra = extra | {"weight": checks.in_range("weight", weight, "[0, inf)")}
+            extra = extra | {"weight": arguments.in_range("weight", weight, "[0, inf)")}
         return self._prepare(self._programs, grads, extra)
 
     def commit(
@@ -311,7 +313,7 @@ def of_one_process(
     require_finite: bool = False,
 ) -> Core:
     """The core of a server whose arrays this process holds."""
-    checks.flags(donate=donate, require_finite=require_finite)
+    arguments.flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
     prepare_it = functools.partial(prepare, require_finite)
     return Core(tx, params, state, donate, prepare_it)

@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, Self, SupportsIndex, overload
 import jax
 import optax
 
+from gradxform._checks import arguments
 from gradxform._server.core import Woken
 from gradxform._server.records import (
     PushResult,
@@ -20,7 +21,6 @@ from gradxform._server.records import (
     check_step,
 )
 from gradxform._server.transport import Transport
-from gradxform._trees import checks
 from gradxform._trees.types import Params, Rows
 
 
@@ -79,7 +79,7 @@ class ThreadServer(Generic[Params]):
         >>> params["w"]
         Array([1, 0.100098], dtype=bfloat16)
         """
-        checks.not_while_tracing("pull")
+        arguments.not_while_tracing("pull")
         return self._transport.pull(self._transport.tables.request(rows, dtype))
 
     def push(
@@ -118,7 +118,7 @@ class ThreadServer(Generic[Params]):
             called inside of ``jit`` or the like.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
-        checks.not_while_tracing("push")
+        arguments.not_while_tracing("push")
         # The cheap checks come first, and none of them delays other workers.
         local_step = as_step("local_step", local_step)
         if push_id is not None:
@@ -146,7 +146,7 @@ class ThreadServer(Generic[Params]):
         """
         global_step = as_step("global_step", global_step)
         if timeout is not None:
-            checks.in_range("timeout", timeout, "[0, inf]")
+            arguments.in_range("timeout", timeout, "[0, inf]")
         core = self._core
         answer = core.outcome(global_step)
         if answer is None:
@@ -182,7 +182,7 @@ class ThreadServer(Generic[Params]):
         Raises:
           ServerClosedError: the server has lost its parameters.
         """
-        checks.not_while_tracing("state")
+        arguments.not_while_tracing("state")
         return self._turns.run(self._transport.state)
 
     def restore(self, state: dict[str, Any]) -> None:

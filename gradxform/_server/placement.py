@@ -13,9 +13,9 @@ import optax
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._late.counters import has_gate
-from gradxform._late.drop_stale import drop_stale
-from gradxform._trees import checks
+from gradxform._checks import structures
+from gradxform._gates.counters import has_gate
+from gradxform._gates.drop_stale import drop_stale
 from gradxform._trees.types import PyTree, T
 
 Arrays: TypeAlias = dict[str, Any]  # What a server holds: "params" and "state".
@@ -82,7 +82,7 @@ def with_gate(
         "a server applies pushes to all its parameters. Give it params.fast, and the "
         "optimizer without lookahead."
     )
-    checks.no_lookahead(params, state, hint)
+    structures.no_lookahead(params, state, hint)
     has = has_gate(state, "global_step")
     return tx if has else drop_stale(tx, np.iinfo(np.int32).max)
 
@@ -98,7 +98,7 @@ def initialize(
     """
     with jax.transfer_guard("allow"):  # Every zero in a first state is a transfer.
         params = params() if is_function(params) else params
-        checks.arrays(params)
+        structures.arrays(params)
         params = copy(params)
         state = tx.init(params)
         gated = with_gate(tx, params, state)

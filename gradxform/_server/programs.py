@@ -12,7 +12,8 @@ import numpy as np
 import optax
 from jax.sharding import Sharding
 
-from gradxform._late.counters import dropped, outermost
+from gradxform._checks import structures
+from gradxform._gates.counters import dropped, outermost
 from gradxform._rows import boundary
 from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks
@@ -20,7 +21,7 @@ from gradxform._server.placement import bring, built, compiled, traced
 from gradxform._server.reader import size_for
 from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
-from gradxform._trees import checks, dtypes, maps
+from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Leaf, PyTree, SparseLeaf
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
@@ -155,9 +156,9 @@ def prepare(
     """
     grads = maps.without_float0(grads)
     leaves, tree = jax.tree.flatten((grads, extra), is_leaf=_is_sparse_leaf)
-    if not all(map(checks.is_usable, leaves)):
-        checks.usable("grads", grads)
-        checks.usable("extra", extra)
+    if not all(map(structures.is_usable, leaves)):
+        structures.usable("grads", grads)
+        structures.usable("extra", extra)
     if any(map(_is_sparse_leaf, leaves)):
         with jax.transfer_guard("allow"):
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
@@ -196,8 +197,8 @@ def check_fits(params: PyTree[Any], grads: optax.Updates) -> None:
 
     The leaves of both may be descriptions.
     """
-    checks.same_shapes("grads", grads, "params", params)
-    checks.same_dtypes("grads", grads, "params", params)
+    structures.same_shapes("grads", grads, "params", params)
+    structures.same_dtypes("grads", grads, "params", params)
 
 
 def check_finite(grads: optax.Updates) -> None:
@@ -208,7 +209,7 @@ def check_finite(grads: optax.Updates) -> None:
         finite = np.asarray(_all_finite([leaf for _, leaf in flat]))
     for (path, _), is_finite in zip(flat, finite, strict=True):
         if not is_finite:
-            where = checks.path_name(path)
+            where = structures.path_name(path)
             raise ValueError(f"grads must be finite, got NaN or inf at {where}.")
 
 

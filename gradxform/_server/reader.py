@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradxform._checks import structures
 from gradxform._rows.rows import rows_of, take_summed
 from gradxform._server.placement import Placement, compiled
-from gradxform._trees import checks
 from gradxform._trees.types import Param, PyTree, Rows
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
@@ -50,7 +50,7 @@ class TablePaths:
         flat = jax.tree.leaves_with_path(params)
         self.shapes = [x.shape for _, x in flat]
         self._numbers = {path: i for i, (path, x) in enumerate(flat) if x.shape}
-        self._known = checks.by_name(self._numbers)
+        self._known = structures.by_name(self._numbers)
 
     def request(
         self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
@@ -69,7 +69,7 @@ class TablePaths:
             raise TypeError(f"rows must map paths of tables to ids, got {rows!r}.")
         checked: dict[int, Ids] = {}
         for name, ids in rows.items():
-            path = checks.named("rows", name, "tables of params", self._known)
+            path = structures.named("rows", name, "tables of params", self._known)
             number = self._numbers[path]
             height = self.shapes[number][0]
             asked = rows_of(f"rows[{name!r}]", np.asarray(ids), height).ravel()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import optax
 
-from gradxform._late.counters import outermost
-from gradxform._trees import checks
+from gradxform._checks import arguments
+from gradxform._gates.counters import outermost
 
 PushId: TypeAlias = tuple[Hashable, int]  # A worker, and the number of its push.
 Ahead: TypeAlias = Mapping[int, int]  # How far workers' clocks are ahead of answers.
@@ -171,7 +171,7 @@ class Version(NamedTuple):
 def as_step(name: str, value: int) -> int:
     """A caller's step, checked, as an integer; a :class:`GlobalStep` stays one."""
     if type(value) not in (int, GlobalStep):  # Faster than the checks.
-        checks.scalar(name, value, integer=True)
+        arguments.scalar(name, value, integer=True)
         return operator.index(value)
     return value
 
@@ -189,7 +189,7 @@ def check_step(local_step: int, version: Version) -> None:
             "or from another server: pull again."
         )
     if not 0 <= local_step <= version.global_step:
-        checks.in_range("local_step", local_step, f"[0, {version.global_step}]")
+        arguments.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
 def check_push_id(push_id: object) -> None:
@@ -200,7 +200,7 @@ def check_push_id(push_id: object) -> None:
         and isinstance(push_id[0], Hashable)
     ):
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
-    checks.scalar("the number in push_id", push_id[1], integer=True)
+    arguments.scalar("the number in push_id", push_id[1], integer=True)
 
 
 def summary(error: BaseException) -> str:

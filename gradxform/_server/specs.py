@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 import jax
 import optax
 
+from gradxform._checks import structures
 from gradxform._server.placement import Arrays, Placement, compiled, copy
-from gradxform._trees import checks
 from gradxform._trees.types import Leaf, Param, PyTree
 
 Leaves: TypeAlias = list[jax.Array]
@@ -74,14 +74,14 @@ def leaves_like(
     Raises:
       TypeError: the two differ; the error names the first path.
     """
-    checks.same_leaves(name, tree, reference_name, reference)
-    checks.same_dtypes(name, tree, reference_name, reference)
+    structures.same_leaves(name, tree, reference_name, reference)
+    structures.same_dtypes(name, tree, reference_name, reference)
     given = dict(jax.tree.leaves_with_path(tree))
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(reference):
         if path not in given:
             raise TypeError(
-                f"{name} has no array at {checks.path_name(path)}, where "
+                f"{name} has no array at {structures.path_name(path)}, where "
                 f"{reference_name} has one of shape {list(leaf.shape)}."
             )
         leaves.append(given[path])

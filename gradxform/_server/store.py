@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from gradxform._checks import structures
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.folder import BRING_BACK, Folder, is_remote
 from gradxform._server.records import Snapshot, summary
-from gradxform._trees import checks
 
 if TYPE_CHECKING:
     from orbax.checkpoint import CheckpointManager
@@ -321,10 +321,10 @@ def array_types(state: Mapping[str, Any]) -> dict[str, str]:
 def _check_names(state: Mapping[str, Any]) -> None:
     """Raises ``ValueError`` if orbax would save two arrays under one name."""
     paths = [path for path, _ in jax.tree.leaves_with_path(state)]
-    for name, same in checks.by_name(paths, separator=".").items():
+    for name, same in structures.by_name(paths, separator=".").items():
         if len(same) > 1:
             raise ValueError(
-                f"checkpoint: {' and '.join(map(checks.path_name, same))} would be "
+                f"checkpoint: {' and '.join(map(structures.path_name, same))} would be "
                 f"saved under the one name {name!r}. Rename one of them."
             )
 

@@ -9,5 +9,5 @@
 - ``local_steps``: many such steps of one worker, and their total change of the
   parameters as a pseudo-gradient.
 
-Imports ``_trees``, ``_rows`` and ``_late``.
+Imports ``_gates`` and what that imports.
 """

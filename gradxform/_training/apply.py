@@ -8,12 +8,14 @@ from typing import Any, Protocol, cast
 import jax
 import optax
 
-from gradxform._late import gate, missing
+from gradxform._checks import arguments, structures
+from gradxform._gates import gate, missing
+from gradxform._jax import versions
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
 from gradxform._training import layers as layered
 from gradxform._training.donation import Donating
-from gradxform._trees import checks, maps, versions
+from gradxform._trees import maps
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, Params, Prefix, PyTree, State
 
@@ -83,8 +85,8 @@ def apply_gradients(
     >>> params, state.global_step, state.stale_count
     ({'w': Array([0.5], dtype=float32)}, Array(1, dtype=int32), Array(1, dtype=int32))
     """
-    checks.no_lookahead(params, state)
-    checks.same_shapes("grads", grads, "params", params)
+    structures.no_lookahead(params, state)
+    structures.same_shapes("grads", grads, "params", params)
     if not any(map(maps.has_gradient, jax.tree.leaves(grads))):
         raise ValueError(
             "grads has no gradient for any leaf of params; differentiate a loss that "
@@ -96,7 +98,7 @@ def apply_gradients(
     try:
         new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
     except AttributeError:  # Another state has other fields.
-        checks.own_state(state, jax.eval_shape(tx.init, arrays))
+        structures.own_state(state, jax.eval_shape(tx.init, arrays))
         raise
     except Exception as error:
         boundary.explain(error, grads)
@@ -194,7 +196,7 @@ def minimize(
     >>> new, _, loss = step(params, optax.sgd(0.01).init(params), 1.0)
     >>> assert loss == 25 and jnp.allclose(new["layers"], jnp.array([0.4, 1.7, 2.8]))
     """
-    checks.flags(donate=donate, two_passes=two_passes)
+    arguments.flags(donate=donate, two_passes=two_passes)
     step = training_step(
         loss_fn,
         tx,
@@ -220,7 +222,7 @@ def training_step(
     two_passes: bool = False,
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
-    checks.transformation("tx", tx)
+    arguments.transformation("tx", tx)
     if isinstance(layers, str) or not isinstance(layers, Collection):
         raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
     if tables and layers:
@@ -231,7 +233,7 @@ def training_step(
     def step(
         params: optax.Params, state: optax.OptState, *batch: object, **extra: object
     ) -> tuple[Any, ...]:
-        checks.no_lookahead(params, state)
+        structures.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning)
         stacked = layered.paths_of(layers, learning)
@@ -269,7 +271,7 @@ def learning_leaves(
 ) -> optax.Params:
     """The trainable parameters; None for the others."""
     given = True if trainable is None else trainable
-    mask = checks.bools("trainable", given, params)
+    mask = structures.bools("trainable", given, params)
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
@@ -278,7 +280,7 @@ def _check_tables(tables: Tables, learning: optax.Params) -> None:
     if callable(tables):
         return
     for path, p in maps.leaves_with_path(learning):
-        if p is None and (name := checks.path_str(path)) in tables:
+        if p is None and (name := structures.path_str(path)) in tables:
             raise ValueError(
                 f"tables names {name!r}, which is not trainable, so it gets no "
                 "gradient. Leave it out of tables, or let trainable be True there."

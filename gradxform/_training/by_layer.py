@@ -13,18 +13,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import optax
 
-from gradxform._late import gate
-from gradxform._trees import (
-    compilers,
-    host,
-    jaxprs,
-    maps,
-    slice_kinds,
-    slice_rules,
-    slices,
-    versions,
-)
-from gradxform._trees.slices import (
+from gradxform._devices import host
+from gradxform._gates import gate
+from gradxform._jax import compilers, jaxprs, versions
+from gradxform._jax.versions import Op
+from gradxform._slices import slices
+from gradxform._slices.kinds import States, Whole
+from gradxform._slices.rules import shape_of
+from gradxform._slices.slices import (
     Evaluator,
     Kind,
     Missing,
@@ -36,8 +32,8 @@ from gradxform._trees.slices import (
     Value,
     WholeProgram,
 )
+from gradxform._trees import maps
 from gradxform._trees.types import Path
-from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
@@ -91,7 +87,7 @@ class Update:
     def of(
         cls,
         tx: optax.GradientTransformation,
-        arrays: Mapping[Path, slice_kinds.Whole],
+        arrays: Mapping[Path, Whole],
         learning: optax.Params,
         params: optax.Params,
         state: optax.OptState,
@@ -111,7 +107,7 @@ class Update:
         args = params, state, learning, extra
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        states = slice_kinds.States(_policy(), arrays, tx.init, params, hints=_HINTS)
+        states = States(_policy(), arrays, tx.init, params, hints=_HINTS)
         kinds = states.of_step(params, state, learning, extra)
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
@@ -136,9 +132,7 @@ class Update:
         made = dict(zip(replaced, program.closed.out_avals, strict=False))
         is_alike = program.structure == jax.tree.structure((params, state))
         if not is_alike or any(
-            made[n].shape != slice_rules.shape_of(leaves[n])
-            for n in replaced
-            if n in along
+            made[n].shape != shape_of(leaves[n]) for n in replaced if n in along
         ):
             raise MixedSlicesError("its update returns a state of another structure")
         placed = [

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._checks import structures
+from gradxform._trees import maps
 from gradxform._trees.types import PyTree
 
 
@@ -56,7 +57,7 @@ class Donating:
         kept = (batch, extra) if self._params_too else (params, batch, extra)
         leaves, structure = jax.tree.flatten(donated)
         if self._captured is None:
-            checks.arrays(params)
+            structures.arrays(params)
             self._captured = _captured(self._tx, params)
         elsewhere = set(map(id, jax.tree.leaves(kept) + self._captured))
         mine = set(map(id, leaves))

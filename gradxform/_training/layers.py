@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import structures
+from gradxform._devices import host
+from gradxform._slices.kinds import Whole
+from gradxform._slices.slices import MixedSlicesError, Source
 from gradxform._training import passes, stacks
 from gradxform._training.by_layer import Numbered, Update
-from gradxform._trees import checks, dtypes, host, maps
-from gradxform._trees.slice_kinds import Whole
-from gradxform._trees.slices import MixedSlicesError, Source
+from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
 
 
@@ -31,7 +33,9 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
     Raises:
       ValueError: it names nothing, or nothing that is trainable.
     """
-    leaves = [(p, checks.path_str(k), k) for k, p in maps.leaves_with_path(learning)]
+    leaves = [
+        (p, structures.path_str(k), k) for k, p in maps.leaves_with_path(learning)
+    ]
     found: set[Path] = set()
     for name in layers:
         inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
@@ -75,7 +79,7 @@ def step(
     for n, p in leaves.items():
         if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
             raise TypeError(
-                f"{dtypes.dtype_of(p)} at {checks.path_name(names[n])} has no "
+                f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
                 "gradient: let trainable be False there."
             )
 
@@ -84,7 +88,7 @@ def step(
         return loss_fn(jax.tree.unflatten(structure, given))
 
     closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
-    named = {n: checks.path_str(names[n]) for n in leaves if names[n] in paths}
+    named = {n: structures.path_str(names[n]) for n in leaves if names[n] in paths}
     loss = stacks.find_scan(closed, list(leaves), named)
     results, whole, backward = passes.forward(loss, leaves)
     source = Source(loss.length, 1, loss.length == 1)
@@ -117,7 +121,7 @@ def step(
         more = f" and {len(arrays) - 1} more" if len(arrays) > 1 else ""
         raise TypeError(
             f"minimize(layers=...) cannot run this transformation: {error}. The layers "
-            f"are those of {min(map(checks.path_str, arrays))!r}{more}. {hint}"
+            f"are those of {min(map(structures.path_str, arrays))!r}{more}. {hint}"
         ) from error.__cause__
     params, state = host.put_back(new, (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state

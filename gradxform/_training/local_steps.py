@@ -9,11 +9,14 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._late.conditional import typed_cond
+from gradxform._checks import arguments
+from gradxform._devices import host
+from gradxform._gates.conditional import typed_cond
+from gradxform._jax import versions
 from gradxform._rows import boundary
 from gradxform._training.apply import Step, learning_leaves, training_step
 from gradxform._training.donation import Donating
-from gradxform._trees import checks, dtypes, host, maps, versions
+from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Prefix
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
@@ -103,7 +106,7 @@ def local_steps(
     (8,)
     >>> assert losses[-1] < 1e-4 < 3.0 < loss_fn({"w": jnp.zeros(3)}, x, y)
     """
-    checks.flags(donate=donate)
+    arguments.flags(donate=donate)
     step = training_step(loss_fn, tx, has_aux=has_aux, trainable=trainable)
     versions.before_tracing()
 
@@ -125,7 +128,7 @@ def local_steps(
             )
         numbers: Any = None  # Steps have numbers, int32[H], only for `num_steps`.
         if num_steps is not None:
-            checks.scalar("num_steps", num_steps, integer=True)
+            arguments.scalar("num_steps", num_steps, integer=True)
             numbers = np.arange(length, dtype=np.int32)
 
         def train(

@@ -15,9 +15,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from gradxform._devices import host
+from gradxform._jax import compilers, versions
+from gradxform._numbers import constants
 from gradxform._training.by_layer import LayerParts, Numbered, OfLayer
 from gradxform._training.stacks import ScannedLoss, is_variable
-from gradxform._trees import compilers, constants, host, versions
 
 
 @dataclasses.dataclass(frozen=True)

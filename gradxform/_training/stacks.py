@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import jaxprs, versions
-from gradxform._trees.slice_rules import RULES, Along, resized, shape_of
-from gradxform._trees.versions import Op
+from gradxform._jax import jaxprs, versions
+from gradxform._jax.versions import Op
+from gradxform._slices.rules import RULES, Along, resized, shape_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var

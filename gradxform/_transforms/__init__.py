@@ -9,5 +9,5 @@ One transformation a file, which has the name of its alias. Beside these:
 - ``measure_norms``: norms for the log, which change nothing.
 - ``learning_rate``: the last link of every alias.
 
-Imports ``_trees`` and ``_rows``.
+Imports ``_rows`` and what that imports.
 """

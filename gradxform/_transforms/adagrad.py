@@ -9,11 +9,13 @@ import jax
 import numpy as np
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._devices.mesh import AxisName
+from gradxform._numbers import arithmetic, constants, norms
 from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
-from gradxform._trees.mesh import AxisName
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.types import Gradient, Leaf
 
 # The defaults of both functions.
@@ -90,11 +92,11 @@ def scale_by_adagrad(
     >>> updates  # 3 / √16
     Array([0.75, 0.  ], dtype=float32)
     """
-    initial_accumulator_value, eps = checks.non_negative(
+    initial_accumulator_value, eps = arguments.non_negative(
         initial_accumulator_value=initial_accumulator_value, eps=eps
     )
-    checks.flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
-    checks.state_dtype("accumulator_dtype", accumulator_dtype)
+    arguments.flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
+    structures.state_dtype("accumulator_dtype", accumulator_dtype)
 
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
 
@@ -132,9 +134,9 @@ def scale_by_adagrad(
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
         updates = boundary.summed_rows(updates)
         if row_wise and params is not None:  # The accumulators know only the rows.
-            checks.same_shapes("updates", updates, "params", params)
+            structures.same_shapes("updates", updates, "params", params)
         like = boxes.as_in(updates, state.sum_of_squares)
-        checks.same_shapes("updates", updates, "sum_of_squares", like, fits)
+        structures.same_shapes("updates", updates, "sum_of_squares", like, fits)
         squares = []
         if row_wise:
             squares = [norms.squared_rows(updates) if clip_sums is None else clip_sums]

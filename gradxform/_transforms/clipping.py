@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments
+from gradxform._devices.mesh import AxisName
+from gradxform._jax.compilers import barrier_after, narrow
+from gradxform._numbers import arithmetic, constants, norms
+from gradxform._numbers.norms import Layers, StackedAxes
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import barrier_after, narrow
+from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import with_extra_args_support
-from gradxform._trees.mesh import AxisName
-from gradxform._trees.norms import Layers, StackedAxes
 from gradxform._trees.stateless import stateless
 from gradxform._trees.types import Leaf, PyTree
 
@@ -137,7 +139,7 @@ def clip_by_global_norm(
     >>> optax.tree.get(state["again"], "global_norm")
     Array(2.5, dtype=float32)
     """
-    max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
+    max_norm = arguments.in_range("max_norm", max_norm, "[0, inf]")
 
     def init_fn(params: optax.Params) -> ClipByGlobalNormState:
         return _no_norm(params)
@@ -153,7 +155,7 @@ def clip_by_global_norm(
         del state, params, extra
         updates = boundary.summed_rows(updates)
         if use_norm is not None:
-            checks.scalar("use_norm", use_norm)
+            arguments.scalar("use_norm", use_norm)
         else:
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
@@ -193,7 +195,7 @@ def clip_by_norm(
     >>> tx.update(grads, tx.init(grads))[0]
     {'b': Array([0.5], dtype=float32), 'w': Array([1.5, 2. ], dtype=float32)}
     """
-    max_norm = checks.in_range("max_norm", max_norm, "[0, inf]")
+    max_norm = arguments.in_range("max_norm", max_norm, "[0, inf]")
 
     def each_clipped(updates: optax.Updates, **_: object) -> optax.Updates:
         updates = boundary.summed_rows(updates)
@@ -220,16 +222,16 @@ def keras_clip(
     clipped gradients as ``clip_sums``, an extra argument: 7 N instead of 10 N for
     NovoGrad, and 4 N instead of 7 N for row-wise Adagrad.
     """
-    arguments = {
+    limits = {
         "clipnorm": clipnorm,
         "clipvalue": clipvalue,
         "global_clipnorm": global_clipnorm,
     }
-    checks.at_most_one(**arguments)
-    for name, limit in arguments.items():
+    arguments.at_most_one(**limits)
+    for name, limit in limits.items():
         if limit is None:
             continue
-        most = checks.in_range(name, limit, "[0, inf]")
+        most = arguments.in_range(name, limit, "[0, inf]")
         if name == "clipvalue":
             return optax.chain(_clip_by_value(most), inner)
         if sums_of is not None:

@@ -10,11 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._devices.mesh import AxisName
+from gradxform._jax import compilers
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import proximal_rate
-from gradxform._trees import arithmetic, checks, compilers, constants, dtypes
-from gradxform._trees.mesh import AxisName
+from gradxform._trees import dtypes
 
 
 class FtrlState(NamedTuple):
@@ -123,10 +126,10 @@ def ftrl(
     Array([-0.5,  0. ], dtype=float32)
     """
     if not callable(learning_rate):
-        learning_rate = checks.in_range("learning_rate", learning_rate, "[0, inf)")
-    checks.flags(multiply_linear_by_learning_rate=multiply_linear_by_learning_rate)
-    power = checks.in_range("learning_rate_power", learning_rate_power, "(-inf, 0]")
-    start, *strengths = checks.non_negative(
+        learning_rate = arguments.in_range("learning_rate", learning_rate, "[0, inf)")
+    arguments.flags(multiply_linear_by_learning_rate=multiply_linear_by_learning_rate)
+    power = arguments.in_range("learning_rate_power", learning_rate_power, "(-inf, 0]")
+    start, *strengths = arguments.non_negative(
         initial_accumulator_value=initial_accumulator_value,
         l1_regularization_strength=l1_regularization_strength,
         l2_regularization_strength=l2_regularization_strength,
@@ -148,7 +151,7 @@ def ftrl(
         params: optax.Params | None = None,
         **_: object,
     ) -> tuple[optax.Updates, FtrlState]:
-        params = checks.params_like("ftrl", updates, params)
+        params = structures.params_like("ftrl", updates, params)
         rate = proximal_rate(learning_rate, state)
         # All of z is multiplied, and the weight's fraction is expanded, or neither.
         of_gradients, of_weights = (
@@ -216,7 +219,7 @@ def _follow(
     divisor = _scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
     divisor += _scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
     is_zero = divisor < np.finfo(n.dtype).tiny
-    if not checks.is_known(l1, 0):
+    if not arguments.is_known(l1, 0):
         size, least = jnp.abs(z), _scaled(jnp.asarray(l1, n.dtype), of_gradients)
         is_zero |= size <= least  # False for NaN, which stays.
         size = jnp.where(is_zero, 1, size)
@@ -233,7 +236,7 @@ def _scaled(x: jax.Array, *factors: jax.typing.ArrayLike) -> jax.Array:
 
 def _root(n: jax.Array, power: jax.typing.ArrayLike) -> jax.Array:
     """``n^-power`` with a finite derivative at 0."""
-    if checks.is_known(power, -0.5):
+    if arguments.is_known(power, -0.5):
         return arithmetic.safe_sqrt(n)
     exponent = -jnp.asarray(power, n.dtype)
     is_zero = n == 0

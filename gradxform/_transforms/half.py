@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import checks, dtypes
+from gradxform._checks import structures
+from gradxform._trees import dtypes
 
 
 def is_half(p: Any) -> bool:  # An array, a description, a number.
@@ -30,7 +31,7 @@ def check_precision(name: str, params: optax.Params) -> None:
             continue
         raise TypeError(
             f"{name} takes parameters in bfloat16 and float16, and leaves those in "
-            f"float32 as they are, got {dtype} at {checks.path_name(path)}. Put "
+            f"float32 as they are, got {dtype} at {structures.path_name(path)}. Put "
             "optax.masked around it, which leaves that parameter out."
         )
 

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import arithmetic, checks, constants, maps
+from gradxform._checks import arguments
+from gradxform._numbers import arithmetic, constants
+from gradxform._trees import maps
 
 _State: TypeAlias = optax.ScaleByScheduleState | optax.EmptyState
 
@@ -84,8 +86,8 @@ def rate_at(
 
 def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     """The learning rate of a step; ``TypeError`` if it is not real."""
-    rate = checks.real(rate)
-    if not checks.is_real(rate):
+    rate = arguments.real(rate)
+    if not arguments.is_real(rate):
         raise TypeError(f"learning_rate must be real, got {rate!r}.")
     if type(rate) is int:
         return float(rate)
@@ -107,5 +109,5 @@ def proximal_rate(
       TypeError: it is not real.
     """
     rate = rate_at(learning_rate, state)
-    rate = jnp.asarray(checks.in_range("learning_rate", rate, "[0, inf)"))
+    rate = jnp.asarray(arguments.in_range("learning_rate", rate, "[0, inf)"))
     return jnp.where((rate >= 0) & (rate < jnp.inf), rate, jnp.nan)

@@ -14,8 +14,11 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import checks, constants, dtypes, maps, mesh
-from gradxform._trees.compilers import unshared
+from gradxform._checks import arguments, structures
+from gradxform._devices import mesh
+from gradxform._jax.compilers import unshared
+from gradxform._numbers import constants
+from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree, T
 
@@ -173,11 +176,11 @@ def low_bit_state(
     [(4, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
-    checks.transformation("inner", inner)
-    checks.length("bits", bits, "[8, 8]")
-    block_size = checks.length("block_size", block_size, f"[{_SHORTEST}, 65536]")
-    min_size = checks.length("min_size", min_size, checks.COUNTS)
-    checks.length("block_axis", block_axis, "[-2, -1]")
+    arguments.transformation("inner", inner)
+    arguments.length("bits", bits, "[8, 8]")
+    block_size = arguments.length("block_size", block_size, f"[{_SHORTEST}, 65536]")
+    min_size = arguments.length("min_size", min_size, arguments.COUNTS)
+    arguments.length("block_axis", block_axis, "[-2, -1]")
     inner = with_extra_args_support(inner)
 
     def init_fn(params: optax.Params) -> LowBitState:
@@ -187,8 +190,8 @@ def low_bit_state(
             # the state has it where it is like them. Scales are not: one leaf is all.
             return LowBitState(jnp.zeros(()), state)
         paths = [path for path, _ in maps.leaves_with_path(state)]
-        is_kept = checks.names("keep", keep, "leaves of the state", paths)
-        names = map(checks.path_str, paths)
+        is_kept = structures.names("keep", keep, "leaves of the state", paths)
+        names = map(structures.path_str, paths)
         whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
         # With an argument in it, `jit` knows the devices.
@@ -219,7 +222,7 @@ def low_bit_state(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
-        checks.own_kind(state, LowBitState)
+        structures.own_kind(state, LowBitState)
         extra = accepted_kwargs(inner, extra, state)
         if hasattr(state.scales, "dtype"):  # There are no parameters.
             updates, new = inner.update(updates, state.inner_state, params, **extra)

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._jax.compilers import barrier_after, narrow, unshared
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import half
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps
-from gradxform._trees.compilers import barrier_after, narrow, unshared
+from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Param, Params, Path
 
@@ -147,8 +149,8 @@ def master_weights(
     >>> full, _ = train(tx, jnp.ones(1))
     >>> assert gx.get_master_weights(w, state) == full
     """
-    checks.transformation("inner", inner)
-    checks.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
+    arguments.transformation("inner", inner)
+    arguments.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
     inner = with_extra_args_support(inner)
     counts = residual_dtype != "int16"
     state_type = CountedMasterWeightsState if counts else MasterWeightsState
@@ -172,8 +174,8 @@ def master_weights(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, _State]:
-        params = checks.params_like("master_weights", updates, params)
-        checks.own_kind(state, state_type)
+        params = structures.params_like("master_weights", updates, params)
+        structures.own_kind(state, state_type)
         _check(params, state.residual)
         updates = maps.map_updates(
             lambda g, r: dtypes.widen(g) if maps.has_gradient(r) else g,
@@ -342,15 +344,15 @@ def _check(
 
     With ``masked`` the residual may lack parameters of another transformation.
     """
-    checks.same_shapes("state.residual", residual, "params", params)
+    structures.same_shapes("state.residual", residual, "params", params)
 
     def check(path: Path, p: Leaf, r: Leaf) -> None:
         if not maps.has_gradient(p) or (masked and not maps.has_gradient(r)):
             return
         if maps.has_gradient(r) != half.is_half(p):
             raise TypeError(
-                f"params have {dtypes.dtype_of(p)} at {checks.path_name(path)}, and "
-                "state.residual is that of parameters in another precision. Pass "
+                f"params have {dtypes.dtype_of(p)} at {structures.path_name(path)}, "
+                "and state.residual is that of parameters in another precision. Pass "
                 "parameters in the dtypes that init has seen."
             )
 

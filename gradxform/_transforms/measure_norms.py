@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import structures
+from gradxform._devices.mesh import AxisName
+from gradxform._numbers import arithmetic, constants, norms
+from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
-from gradxform._trees.mesh import AxisName
-from gradxform._trees.norms import StackedAxes
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.types import Gradient, Leaf
 
 
@@ -93,7 +95,7 @@ def measure_norms(
         del params, extra
         updates = boundary.summed_rows(updates)
         old = boxes.as_in(updates, state.norms)
-        checks.same_leaves("updates", updates, "norms", old, _fits)
+        structures.same_leaves("updates", updates, "norms", old, _fits)
         squares, _ = norms.squared_norms(
             norms.alone(updates), axis_name=axis_name, stacked_axes=stacked_axes
         )

@@ -6,8 +6,11 @@ import jax
 import numpy as np
 import optax
 
+from gradxform._checks import structures
+from gradxform._jax import compilers
+from gradxform._numbers import constants
 from gradxform._rows import boundary
-from gradxform._trees import checks, compilers, constants, dtypes
+from gradxform._trees import dtypes
 
 
 def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.Updates:
@@ -16,14 +19,14 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
     Raises:
       TypeError: the dtype does not fit the parameters.
     """
-    checks.of_same_kind("mu_dtype", mu_dtype, params)
+    structures.of_same_kind("mu_dtype", mu_dtype, params)
     return constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
 
 
 def check_dense(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
     """Raises ``TypeError`` unless updates are dense and of the momentum's shapes."""
     boundary.dense(transformation, updates)
-    checks.same_shapes("updates", updates, "mu", mu)
+    structures.same_shapes("updates", updates, "mu", mu)
 
 
 def in_both_dtypes(

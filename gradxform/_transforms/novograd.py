@@ -9,13 +9,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._devices.mesh import AxisName
+from gradxform._jax.compilers import barrier_after
+from gradxform._numbers import arithmetic, constants, norms
+from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
-from gradxform._trees.compilers import barrier_after
-from gradxform._trees.mesh import AxisName
-from gradxform._trees.norms import StackedAxes
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.types import Prefix, PyTree
 
 # The defaults of both functions.
@@ -129,18 +131,18 @@ def scale_by_novograd(
     >>> updates["w"], updates["b"]  # b1 · -0.5 - 0.5, and 0
     (Array([-0.75, -0.75, -0.75, -0.75], dtype=float32), Array([0.], dtype=float32))
     """
-    b1 = checks.in_range("b1", b1, "[0, 1)")
-    b2 = checks.in_range("b2", b2, "[0, 1)")
-    eps, weight_decay = checks.non_negative(eps=eps, weight_decay=weight_decay)
-    checks.flags(
+    b1 = arguments.in_range("b1", b1, "[0, 1)")
+    b2 = arguments.in_range("b2", b2, "[0, 1)")
+    eps, weight_decay = arguments.non_negative(eps=eps, weight_decay=weight_decay)
+    arguments.flags(
         grad_averaging=grad_averaging, nesterov=nesterov, eps_in_sqrt=eps_in_sqrt
     )
-    checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
-    decays = not checks.is_known(weight_decay, 0)
+    structures.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    decays = not arguments.is_known(weight_decay, 0)
     formula = _Formula(b1, b2, eps, weight_decay, grad_averaging, nesterov, eps_in_sqrt)
 
     def decayed(params: optax.Params) -> PyTree[bool]:
-        return checks.bools("mask", True if mask is None else mask, params)
+        return structures.bools("mask", True if mask is None else mask, params)
 
     def init_fn(params: optax.Params) -> ScaleByNovogradState:
         axes = norms.check_stacked(stacked_axes, params)
@@ -175,7 +177,7 @@ def scale_by_novograd(
         rest: tuple[PyTree[object], ...] = (clip_sums,)
         if decays:
             name = f"weight_decay={weight_decay!r}"
-            params = checks.params_given(name, params, _MAY_BE_0)
+            params = structures.params_given(name, params, _MAY_BE_0)
             rest = *rest, params, decayed(params)
         step = functools.partial(formula.step, state.count, step_size_in_momentum)
         updates, mu, nu = boundary.map_step(step, updates, [state.mu, state.nu], *rest)
@@ -330,7 +332,7 @@ def novograd(
         axis_name=axis_name,
         stacked_axes=stacked_axes,
     )
-    checks.flags(lr_in_momentum=lr_in_momentum)
+    arguments.flags(lr_in_momentum=lr_in_momentum)
     if lr_in_momentum:
         scaled, learning_rate = _inside_momentum(scaled, learning_rate), 1.0
     return optax.chain(

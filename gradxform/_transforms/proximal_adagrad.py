@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._jax import compilers
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms.learning_rate import proximal_rate
-from gradxform._trees import arithmetic, checks, compilers, constants, dtypes
+from gradxform._trees import dtypes
 
 
 class ProximalAdagradState(NamedTuple):
@@ -84,8 +87,8 @@ def proximal_adagrad(
     Array([1.875, 0.   ], dtype=float32)
     """
     if not callable(learning_rate):
-        learning_rate = checks.in_range("learning_rate", learning_rate, "[0, inf)")
-    start, l1, l2 = checks.non_negative(
+        learning_rate = arguments.in_range("learning_rate", learning_rate, "[0, inf)")
+    start, l1, l2 = arguments.non_negative(
         initial_accumulator_value=initial_accumulator_value,
         l1_regularization_strength=l1_regularization_strength,
         l2_regularization_strength=l2_regularization_strength,
@@ -103,7 +106,7 @@ def proximal_adagrad(
         params: optax.Params | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ProximalAdagradState]:
-        params = checks.params_like("proximal_adagrad", updates, params)
+        params = structures.params_like("proximal_adagrad", updates, params)
         rate = proximal_rate(learning_rate, state)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
@@ -122,7 +125,7 @@ def proximal_adagrad(
             step = arithmetic.scale(dtypes.widen(g).astype(wide.dtype), eta)
             decay, v = arithmetic.scale(eta, l2), wide - step
             step += arithmetic.scale(wide, decay)
-            if not checks.is_known(l1, 0):
+            if not arguments.is_known(l1, 0):
                 size, least = jnp.abs(v), arithmetic.scale(eta, l1)
                 is_zero = size <= least  # False for NaN, which stays.
                 # At the border of 0 the quotient is 1 on either side, so nothing jumps

@@ -9,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._numbers import constants
 from gradxform._rows import boundary
 from gradxform._transforms import half
-from gradxform._trees import checks, constants, maps
+from gradxform._trees import maps
 
 _KEYS = "threefry2x32"  # Whatever JAX's default is: the same seed, the same numbers.
 
@@ -77,7 +79,7 @@ def round_stochastically(
     >>> moved = jnp.mean(new == 1 - 2**-8)
     >>> assert abs(moved - 0.25) < 0.05 and jnp.all((new == 1) | (new == 1 - 2**-8))
     """
-    checks.scalar("seed", seed, integer=True)
+    arguments.scalar("seed", seed, integer=True)
 
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
         half.check_precision("round_stochastically", params)
@@ -93,8 +95,8 @@ def round_stochastically(
         params: optax.Params | None = None,
         **_: object,
     ) -> tuple[optax.Updates, RoundStochasticallyState]:
-        params = checks.params_like("round_stochastically", updates, params)
-        checks.own_kind(state, RoundStochasticallyState)
+        params = structures.params_like("round_stochastically", updates, params)
+        structures.own_kind(state, RoundStochasticallyState)
         step_key = jax.random.wrap_key_data(state.key, impl=_KEYS)
         step_key = jax.random.fold_in(step_key, state.count)
         leaves, structure = maps.flatten(updates)

@@ -11,7 +11,7 @@ Its name in a config has no prefix.
 >>> assert -2.7 < updates[1] < -2.6
 >>> same = gx.from_config({"name": "clip_by_zscore", "warmup": 2})
 
-Imports ``_trees``, ``_rows``, ``_transforms`` and ``_late``.
+Imports ``_transforms``, ``_late`` and what these import.
 """
 
 from gradxform.contrib._alignment import MomentumAlignment as MomentumAlignment

@@ -10,9 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import arithmetic, checks, maps, norms
-from gradxform._trees.mesh import AxisName
-from gradxform._trees.norms import StackedAxes
+from gradxform._checks import arguments
+from gradxform._devices.mesh import AxisName
+from gradxform._numbers import arithmetic, norms
+from gradxform._numbers.norms import StackedAxes
+from gradxform._trees import maps
 from gradxform._trees.types import PyTree
 
 
@@ -65,7 +67,7 @@ def checked(alignment: object) -> MomentumAlignment:
             f"{alignment!r}."
         )
     numbers = {
-        name: checks.in_range(f"alignment.{name}", value, _RANGES[name])
+        name: arguments.in_range(f"alignment.{name}", value, _RANGES[name])
         for name, value in alignment._asdict().items()
     }
     ends = numbers["opposed"], numbers["aligned"]

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments
+from gradxform._devices.mesh import AxisName
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms.clipping import clipped, factor_to, global_norm
-from gradxform._trees import arithmetic, checks, constants, dtypes, maps
-from gradxform._trees.mesh import AxisName
+from gradxform._trees import dtypes, maps
 
 _EPS = 1e-6  # Of the authors' code.
 
@@ -95,9 +97,9 @@ def clip_by_zscore(
     >>> state.global_norm
     Array(12., dtype=float32)
     """
-    threshold = checks.in_range("threshold", threshold, "[0, inf]")
-    decay = checks.in_range("decay", decay, "[0, 1]")
-    checks.in_range("warmup", warmup, checks.COUNTS, integer=True)
+    threshold = arguments.in_range("threshold", threshold, "[0, inf]")
+    decay = arguments.in_range("decay", decay, "[0, 1]")
+    arguments.in_range("warmup", warmup, arguments.COUNTS, integer=True)
 
     def init_fn(params: optax.Params) -> ClipByZscoreState:
         # Three arrays, not one three times: a buffer can be donated only once.

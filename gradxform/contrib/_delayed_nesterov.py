@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import scale_by_learning_rate
-from gradxform._trees import arithmetic, checks, constants, dtypes
+from gradxform._trees import dtypes
 
 # The defaults of both functions.
 B1 = 0.9
@@ -99,16 +101,16 @@ def scale_by_delayed_nesterov(
     [0.5] [1.]
     [1.25] [1.5]
     """
-    b1 = checks.in_range("b1", b1, "[0, 1)")
-    checks.in_range("num_delay", num_delay, checks.COUNTS, integer=True)
+    b1 = arguments.in_range("b1", b1, "[0, 1)")
+    arguments.in_range("num_delay", num_delay, arguments.COUNTS, integer=True)
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
-    activation = checks.in_range("activation", activation, f"[0, {most}]")
-    checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
-    checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+    activation = arguments.in_range("activation", activation, f"[0, {most}]")
+    structures.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    structures.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
-        checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+        structures.of_same_kind("accumulator_dtype", accumulator_dtype, params)
         return ScaleByDelayedNesterovState(
             count=constants.zeros(params, jnp.int32, axes=0),
             mu=momentum.zeros(params, mu_dtype),

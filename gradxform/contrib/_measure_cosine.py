@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import structures
+from gradxform._devices.mesh import AxisName
+from gradxform._numbers import arithmetic, constants, norms
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, norms
-from gradxform._trees.mesh import AxisName
+from gradxform._trees import boxes, dtypes, maps
 
 
 class MeasureCosineState(NamedTuple):
@@ -95,7 +97,7 @@ def measure_cosine(
     ) -> tuple[optax.Updates, MeasureCosineState]:
         del params, extra
         boundary.dense("measure_cosine", updates)
-        checks.same_shapes("updates", updates, "previous", state.previous)
+        structures.same_shapes("updates", updates, "previous", state.previous)
         before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
         _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)

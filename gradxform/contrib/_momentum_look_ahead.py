@@ -8,13 +8,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments, structures
+from gradxform._devices.mesh import AxisName
+from gradxform._numbers import arithmetic, norms
+from gradxform._numbers.arithmetic import scale_leading
+from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
-from gradxform._trees import arithmetic, boxes, checks, dtypes, maps, norms
-from gradxform._trees.arithmetic import scale_leading
-from gradxform._trees.mesh import AxisName
-from gradxform._trees.norms import StackedAxes
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.types import Leaf
 from gradxform.contrib._alignment import (
     MomentumAlignment,
@@ -120,8 +122,8 @@ def scale_by_momentum_look_ahead(
     >>> updates, _ = tx.update(-grads, state)  # 4 / (4 + 3 · 2) / 2 off, so 0.8 of it
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
     """
-    b1 = checks.in_range("b1", b1, "[0, 1)")
-    checks.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    b1 = arguments.in_range("b1", b1, "[0, 1)")
+    structures.state_dtype("mu_dtype", mu_dtype, complex_too=True)
     alignment = None if alignment is None else checked(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
@@ -280,17 +282,17 @@ def worker_start(
     >>> start  # 1 - 0.5 · 5 - 0.5 · 0.5 · 2
     {'w': Array([-2.,  0.], dtype=float32)}
     """
-    b1 = checks.in_range("b1", b1, "[0, 1)")
+    b1 = arguments.in_range("b1", b1, "[0, 1)")
     learning_rate = checked_rate(learning_rate)
-    checks.scalar("learning_rate", learning_rate)
+    arguments.scalar("learning_rate", learning_rate)
 
     kind = ScaleByMomentumLookAheadState
     found = maps.nodes(state, lambda node: isinstance(node, kind))
     hint = "pass that of a transformation with scale_by_momentum_look_ahead in it"
-    own = checks.only(kind.__name__, found, hint)
+    own = structures.only(kind.__name__, found, hint)
     mu = boxes.as_in(params, own.mu)  # Flax has other boxes around state.
     boundary.dense("worker_start", params)
-    checks.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
+    structures.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
 
     def start(m: Leaf, w: Leaf) -> Leaf:
         # w - learning_rate·b1·m

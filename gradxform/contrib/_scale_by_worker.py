@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import arguments
 from gradxform._late import workers
-from gradxform._trees import arithmetic, checks, dtypes, maps
+from gradxform._numbers import arithmetic
+from gradxform._trees import dtypes, maps
 from gradxform._trees.stateless import stateless
 
 
@@ -85,7 +87,7 @@ def _checked(
 ) -> jax.Array | np.ndarray[tuple[int, ...], np.dtype[np.generic]]:
     """The factors as an array; the numbers of a traced one are not known."""
     array = factors if isinstance(factors, jax.Array) else np.asarray(factors)
-    if not checks.is_real(array):
+    if not arguments.is_real(array):
         raise TypeError(f"factors must hold real numbers, got {factors!r}.")
     if array.ndim != 1 or not array.size:
         raise ValueError(
@@ -94,5 +96,5 @@ def _checked(
         )
     if not isinstance(array, jax.core.Tracer):
         for i, factor in enumerate(array):
-            checks.in_range(f"factors[{i}]", factor, "[0, inf)")
-    return checks.to_end(array, 0.0, np.inf)
+            arguments.in_range(f"factors[{i}]", factor, "[0, inf)")
+    return arguments.to_end(array, 0.0, np.inf)

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from gradxform._trees import checks
+from gradxform._checks import arguments
 
 
 class Progress(NamedTuple):
@@ -68,7 +68,7 @@ def stale_synchronous(slack: float) -> Callable[[Progress], bool]:
     >>> pace(state), pace(state._replace(clocks={0: 6, 1: 4}))
     (True, False)
     """
-    slack = float(checks.in_range("slack", slack, "[0, inf]"))
+    slack = float(arguments.in_range("slack", slack, "[0, inf]"))
 
     def pace(progress: Progress) -> bool:
         clocks = progress.clocks
@@ -109,8 +109,8 @@ def bounded_staleness(
     >>> pace(state), pace(state._replace(local_steps=(8, 9)))
     (True, False)
     """
-    most = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
-    checks.in_range("num_required", num_required, "[1, inf)", integer=True)
+    most = float(arguments.in_range("max_staleness", max_staleness, "[0, inf]"))
+    arguments.in_range("num_required", num_required, "[1, inf)", integer=True)
 
     def pace(progress: Progress) -> bool:
         local_steps = progress.local_steps
@@ -156,9 +156,9 @@ def admission(
     >>> pace(state), pace(state._replace(started=11))
     (True, False)
     """
-    late = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
-    most = float(checks.in_range("max_concurrent", max_concurrent, "[1, inf]"))
-    checks.in_range("num_required", num_required, "[1, inf)", integer=True)
+    late = float(arguments.in_range("max_staleness", max_staleness, "[0, inf]"))
+    most = float(arguments.in_range("max_concurrent", max_concurrent, "[1, inf]"))
+    arguments.in_range("num_required", num_required, "[1, inf)", integer=True)
 
     def pace(progress: Progress) -> bool:
         free = most - len(progress.local_steps)

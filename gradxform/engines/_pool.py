@@ -12,12 +12,12 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
+from gradxform._checks import arguments
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
 from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.transport import Transport
-from gradxform._trees import checks
 from gradxform.engines._job import Counts, Job, Push, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._scheduler import Scheduler
@@ -83,8 +83,8 @@ class WorkerPool:
 
     def __init__(self, job: Job) -> None:
         if job.required is not None:
-            checks.in_range("required", job.required, "[1, inf)", integer=True)
-        checks.in_range("pushes", job.pushes, "[1, inf)", integer=True)
+            arguments.in_range("required", job.required, "[1, inf)", integer=True)
+        arguments.in_range("pushes", job.pushes, "[1, inf)", integer=True)
         self._job = job
         if job.pace is not None and not callable(job.pace):
             raise TypeError(

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from gradxform._checks import arguments
 from gradxform._server.extras import require
 from gradxform._server.folder import path_of
-from gradxform._trees import checks
 from gradxform.engines._job import Push, Run
 
 
@@ -91,7 +91,7 @@ class TensorBoard:
     def __init__(
         self, logdir: str | os.PathLike[str], run: Run, every_seconds: float = 1.0
     ) -> None:
-        checks.in_range("every_seconds", every_seconds, "[0, inf)")
+        arguments.in_range("every_seconds", every_seconds, "[0, inf)")
         self._tensorboardx = require("tensorboardX", "tensorboard")
         self._logdir = _writable(logdir)
         self._run = run

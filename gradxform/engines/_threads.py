@@ -11,9 +11,9 @@ import time
 from collections.abc import Iterator
 from typing import TypeAlias
 
+from gradxform._checks import arguments
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._trees import checks
 from gradxform.engines._ending import ending
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, JobServer, WorkerPool
@@ -71,7 +71,7 @@ def threads(
     >>> assert jnp.allclose(w, 1.0, atol=0.1)
     """
     given = Checkpoint.of(checkpoint)
-    checks.in_range("join_timeout", join_timeout, "[0, inf]")
+    arguments.in_range("join_timeout", join_timeout, "[0, inf]")
     run = _Threads(job, join_timeout)
     with JobServer(job, given) as server:
         run.begin(server)

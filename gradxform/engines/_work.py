@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from gradxform._checks import arguments, structures
 from gradxform._server.placement import is_function
 from gradxform._server.records import TakesNoMoreError
 from gradxform._transforms.clipping import global_norm
-from gradxform._trees import checks, maps
+from gradxform._trees import maps
 from gradxform._trees.types import T
 from gradxform.engines._job import LossAndGrads, Push, Worker
 
@@ -53,7 +54,7 @@ def limit_of(max_staleness: MaxStaleness) -> Limit:
     if max_staleness is None:
         return None
     if not callable(max_staleness):
-        number = float(checks.in_range("max_staleness", max_staleness, "[0, inf]"))
+        number = float(arguments.in_range("max_staleness", max_staleness, "[0, inf]"))
         return lambda global_step: number
 
     @functools.lru_cache(maxsize=1)  # All workers ask for the same step.
@@ -61,7 +62,7 @@ def limit_of(max_staleness: MaxStaleness) -> Limit:
         # As in `drop_stale`, the schedule calculates with JAX.
         with jax.transfer_guard("allow"):
             step = jnp.asarray(min(global_step, np.iinfo(np.int32).max), jnp.int32)
-            most = checks.scheduled("max_staleness", max_staleness, step, "[0, inf]")
+            most = arguments.scheduled("max_staleness", max_staleness, step, "[0, inf]")
             return float(np.asarray(most))
 
     return limit
@@ -96,7 +97,7 @@ class Gradient:
         index, number = self._push_id
         name = f"duration({number}) of worker {index}, the seconds that its gradient"
         seconds = self._worker.duration(number)
-        return float(checks.in_range(f"{name} takes,", seconds, "[0, inf]"))
+        return float(arguments.in_range(f"{name} takes,", seconds, "[0, inf]"))
 
     def work(self, sleep: Callable[[float], object]) -> Push:
         """Computes and pushes it, in the time that ``duration`` says.
@@ -182,7 +183,7 @@ def cast_back(worker: Worker, params: optax.Params) -> Worker:
         if isinstance(given, types.GeneratorType):
             given = yield from given
         loss, grads = _pair(given)
-        checks.same_shapes("grads", grads, "params", like)
+        structures.same_shapes("grads", grads, "params", like)
         return loss, maps.map_updates(lambda g, p: g.astype(p.dtype), grads, like)
 
     return worker._replace(gradient=gradient)
@@ -203,7 +204,7 @@ def _pair(given: object) -> LossAndGrads:
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean, and leave has_aux out. A function from jax.grad leaves the loss out."
         )
-    checks.usable("grads", grads)
+    structures.usable("grads", grads)
     return loss, grads
 
 

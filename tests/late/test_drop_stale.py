@@ -15,7 +15,7 @@ import pytest
 from hypothesis import strategies as st
 
 import gradxform as gx
-from gradxform._late.gate import Decision, Gate, gate_of
+from gradxform._gates.gate import Decision, Gate, gate_of
 from tests import oracles
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, reshard
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._trees import versions
+from gradxform._jax import versions
 
 DEVICES, BATCHES, ROWS = 8, 4, 3
 RNG = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._trees import versions  # Users cannot ask which call is the first.
+from gradxform._jax import versions  # Users cannot ask which call is the first.
 
 PARAMS = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
 

@@ -26,7 +26,7 @@ import gradxform as gx
 from benchmarks.compilers import placed
 from benchmarks.grid import devices
 from benchmarks.models import next_tokens, size, transformer
-from gradxform._trees.compilers import LARGE
+from gradxform._jax.compilers import LARGE
 from tests.descriptors import DESCRIPTORS, thresholds, widths
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")

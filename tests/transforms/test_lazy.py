@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._trees import versions
+from gradxform._jax import versions
 from tests.descriptors import DESCRIPTORS, widths
 from tests.test_optax_all import FOUND, QUICK, WITHOUT_VALUE
 

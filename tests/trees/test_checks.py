@@ -12,8 +12,8 @@ from flax.core import freeze
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._checks import arguments
 from gradxform._rows import opaque
-from gradxform._trees import checks
 
 W = jnp.ones(3)
 INNER = optax.sgd(1.0)
@@ -260,7 +260,7 @@ def test_no_parameters_at_all(params):
 def test_another_thread_may_import_the_same_module_of_jax(monkeypatch):
     """``jax`` gets ``extend`` as an attribute when the import is done."""
     monkeypatch.delattr(jax, "extend", raising=False)
-    checks.not_while_tracing("pull")
+    arguments.not_while_tracing("pull")
     assert opaque._opaque.__wrapped__()
 
 

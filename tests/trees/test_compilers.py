@@ -20,8 +20,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._trees import compilers
-from gradxform._trees.compilers import narrow
+from gradxform._jax import compilers
+from gradxform._jax.compilers import narrow
 
 # Each sign, exponent and upper half of a mantissa; below, at and above the middle.
 UPPER = np.arange(2**16, dtype=np.uint32)[:, None] << 16

@@ -9,7 +9,9 @@ from typing import Literal, TypeAlias
 import jax
 import numpy as np
 
-from gradxform._trees import compilers, constants, jaxprs, maps, versions
+from gradxform._jax import compilers, jaxprs, versions
+from gradxform._numbers import constants
+from gradxform._trees import maps
 from gradxform._trees.types import PyTree, T
 
 _Side: TypeAlias = Callable[[], T]

@@ -13,8 +13,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import arithmetic, checks, compilers, dtypes, maps, mesh
-from gradxform._trees.mesh import AxisName
+from gradxform._checks import structures
+from gradxform._devices import mesh
+from gradxform._devices.mesh import AxisName
+from gradxform._jax import compilers
+from gradxform._numbers import arithmetic
+from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path, Prefix, PyTree
 
 # How many leading axes of a leaf stack layers.
@@ -55,13 +59,13 @@ def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int
                 "optax.inject_hyperparams name it in static_args."
             )
         if not 0 <= stacked <= jnp.ndim(p):
-            where = checks.path_name(path)
+            where = structures.path_name(path)
             raise ValueError(
                 f"stacked_axes must be in [0, {jnp.ndim(p)}] at {where}, a leaf of "
                 f"shape {list(jnp.shape(p))}, got {stacked}."
             )
 
-    axes = checks.prefix("stacked_axes", stacked_axes or 0, params)
+    axes = structures.prefix("stacked_axes", stacked_axes or 0, params)
     jax.tree.map_with_path(check, params, axes)
     return axes
 

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._trees import checks, compilers, dtypes, maps, versions
+from gradxform._checks import arguments, structures
+from gradxform._jax import compilers, versions
+from gradxform._trees import dtypes, maps
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
@@ -89,7 +91,7 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     >>> state[0].trace["layers"].sharding.memory_kind
     'pinned_host'
     """
-    checks.length("min_size", min_size, checks.COUNTS)
+    arguments.length("min_size", min_size, arguments.COUNTS)
     versions.check_memory_kinds("on_host")
     last: Any = ()
 
@@ -102,8 +104,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         if isinstance(x, jax.ShapeDtypeStruct):
             if x.sharding is None:
                 raise ValueError(
-                    f"on_host got {x} at {checks.path_name(path)}, which lies nowhere: "
-                    "give it a sharding."
+                    f"on_host got {x} at {structures.path_name(path)}, which lies "
+                    "nowhere: give it a sharding."
                 )
             return x.update(sharding=x.sharding.with_memory_kind("pinned_host"))
         traced = isinstance(x, jax.core.Tracer)

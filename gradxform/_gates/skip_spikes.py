@@ -9,11 +9,14 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate
-from gradxform._late.gate import Decision, GatedTransformation
+from gradxform._checks import arguments
+from gradxform._devices import mesh
+from gradxform._devices.mesh import AxisName
+from gradxform._gates import gate
+from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._numbers import arithmetic, constants, norms
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, checks, constants, dtypes, mesh, norms
-from gradxform._trees.mesh import AxisName
+from gradxform._trees import dtypes
 
 
 class SkipSpikesState(NamedTuple):
@@ -122,11 +125,11 @@ def skip_spikes(
     >>> state.history[0]  # of the norms
     Array([ 1.,  2., 50.,  3.], dtype=float32)
     """
-    checks.transformation("inner", inner)
-    window = checks.length("window", window, f"[2, {2**31 - 1}]")
-    sigmas = checks.in_range("sigmas", sigmas, "[0, inf]")
+    arguments.transformation("inner", inner)
+    window = arguments.length("window", window, f"[2, {2**31 - 1}]")
+    sigmas = arguments.in_range("sigmas", sigmas, "[0, inf]")
     warmup = max(2, window // 2) if warmup is None else warmup
-    checks.in_range("warmup", warmup, f"[2, {window}]", integer=True)
+    arguments.in_range("warmup", warmup, f"[2, {window}]", integer=True)
 
     def init_fn(params: optax.Params) -> SkipSpikesState:
         norm = constants.zero(params, jnp.float32)
@@ -153,7 +156,7 @@ def skip_spikes(
         given = jnp.array([True, value is not None])
         loss = jnp.zeros((), jnp.float32)
         if value is not None:
-            checks.scalar("value", value)
+            arguments.scalar("value", value)
             extra["value"] = value
             loss = mesh.mean(jnp.asarray(value, jnp.float32), axis_name, updates)
         x = jnp.stack([arithmetic.safe_sqrt(square).astype(jnp.float32), loss])

@@ -19,7 +19,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import versions
+from gradxform._jax import versions
 from gradxform._trees.types import T
 
 R = TypeVar("R")

@@ -9,13 +9,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate, workers
-from gradxform._late.conditional import typed_cond
-from gradxform._late.gate import Decision, GatedTransformation
+from gradxform._checks import arguments, structures
+from gradxform._gates import gate
+from gradxform._gates.conditional import typed_cond
+from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._jax.compilers import narrow
+from gradxform._late import workers
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps
-from gradxform._trees.compilers import narrow
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.types import Leaf
 
 Method = Literal["all", "latest", "ringleader"]
@@ -135,10 +138,10 @@ def worker_mean(
     Array(-5., dtype=float32)
     >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
     """
-    checks.transformation("inner", inner)
-    n = checks.length("num_workers", num_workers, checks.COUNTS)
-    checks.one_of("method", method, get_args(Method))
-    checks.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+    arguments.transformation("inner", inner)
+    n = arguments.length("num_workers", num_workers, arguments.COUNTS)
+    arguments.one_of("method", method, get_args(Method))
+    structures.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
 
     def decide(
         updates: optax.Updates,
@@ -154,7 +157,7 @@ def worker_mean(
         accepted, i = workers.row_of("worker_mean", worker, n)
         extra["worker"] = i
         if local_step is not None or method == "all":
-            extra["local_step"] = checks.local_step("worker_mean", local_step)
+            extra["local_step"] = arguments.local_step("worker_mean", local_step)
         if method == "all":
             # fresh iff local_step >= global_step
             accepted &= extra["local_step"] >= state.global_step
@@ -205,7 +208,7 @@ def _init(
     accumulator_dtype: jax.typing.DTypeLike | None,
     params: optax.Params,
 ) -> WorkerMeanState:
-    checks.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+    structures.of_same_kind("accumulator_dtype", accumulator_dtype, params)
     inner_state = gate.inner_state(inner, params)
     row = constants.zeros(boxes.unboxed(params), accumulator_dtype, dtypes.wide_dtype)
 
@@ -229,7 +232,7 @@ def _check(updates: optax.Updates, table: optax.Updates) -> None:
     """Raises ``TypeError`` if a push does not fit into a row of the table."""
     boundary.dense("worker_mean", updates)
     row = jax.tree.map(lambda x: jax.core.ShapedArray(x.shape[1:], x.dtype), table)
-    checks.same_shapes("updates", updates, "a row of the table", row)
+    structures.same_shapes("updates", updates, "a row of the table", row)
 
 
 def _next_in_cycle(

@@ -10,10 +10,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late.gate import GatedTransformation
-from gradxform._late.sums import Accumulator, Reduction, Required
+from gradxform._checks import arguments
+from gradxform._devices import mesh
+from gradxform._gates.gate import GatedTransformation
+from gradxform._gates.sums import Accumulator, Reduction, Required
+from gradxform._jax import versions
 from gradxform._rows import boundary
-from gradxform._trees import checks, maps, mesh, versions
+from gradxform._trees import maps
 
 
 def accumulate(
@@ -115,7 +118,7 @@ def accumulate(
     >>> params  # minus (10 · 1 + 30 · 5) / 40
     Array(-4., dtype=float32)
     """
-    checks.flags(skip_nonfinite=skip_nonfinite)
+    arguments.flags(skip_nonfinite=skip_nonfinite)
     names = mesh.names_of(axis_name)
 
     def enters(

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees import versions
-from gradxform._trees.compilers import zeros_unless
+from gradxform._jax import versions
+from gradxform._jax.compilers import zeros_unless
 from gradxform._trees.dtypes import compute_dtype, widen
 
 

@@ -12,7 +12,8 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._trees import dtypes, versions
+from gradxform._jax import versions
+from gradxform._trees import dtypes
 from gradxform._trees.boxes import unboxed
 from gradxform._trees.maps import map_params, param
 from gradxform._trees.types import Param

@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate
-from gradxform._late.counters import has_gate
-from gradxform._late.gate import Decision
+from gradxform._checks import arguments, structures
+from gradxform._gates import gate
+from gradxform._gates.counters import has_gate
+from gradxform._gates.gate import Decision
+from gradxform._jax.compilers import narrow
+from gradxform._numbers import constants
 from gradxform._rows import boundary
-from gradxform._trees import boxes, checks, constants, dtypes, maps
-from gradxform._trees.compilers import narrow
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree
 
@@ -110,9 +112,9 @@ def delayed(
     >>> state.ring["first"]
     Array([4., 8.], dtype=float32)
     """
-    checks.transformation("inner", inner)
+    arguments.transformation("inner", inner)
     _check_numbers(num_steps)
-    checks.state_dtype("ring_dtype", ring_dtype, complex_too=True)
+    structures.state_dtype("ring_dtype", ring_dtype, complex_too=True)
     inner = with_extra_args_support(inner)
     if not any(jax.tree.leaves(num_steps)):
         return inner
@@ -163,7 +165,7 @@ def _init(
     ring_dtype: jax.typing.DTypeLike | None,
     params: optax.Params,
 ) -> DelayedState:
-    checks.of_same_kind("ring_dtype", ring_dtype, params)
+    structures.of_same_kind("ring_dtype", ring_dtype, params)
     params = maps.stored(params)
     inner_state = gate.inner_state(inner, params)
     leaves = boxes.unboxed(params)
@@ -173,7 +175,7 @@ def _init(
         zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
         return constants.stacked(zero, delay) if delay else zero
 
-    delays = checks.prefix("num_steps", boxes.unboxed(num_steps), leaves)
+    delays = structures.prefix("num_steps", boxes.unboxed(num_steps), leaves)
     ring = maps.map_params(zeros, leaves, delays)
     number = len(maps.leaves(leaves))
     return DelayedState(
@@ -218,7 +220,7 @@ def _check_numbers(num_steps: PyTree[int]) -> None:
             f"of params, got {num_steps!r}."
         )
     for path, number in numbers:
-        checks.length(f"num_steps{jax.tree_util.keystr(path)}", number, _DELAYS)
+        arguments.length(f"num_steps{jax.tree_util.keystr(path)}", number, _DELAYS)
 
 
 def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
@@ -228,8 +230,12 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
     slots = jax.tree.map(slot, ring)
-    checks.same_shapes(
-        "updates", updates, "ring", slots, lambda u, s: s is None or checks.fits(u, s)
+    structures.same_shapes(
+        "updates",
+        updates,
+        "ring",
+        slots,
+        lambda u, s: s is None or structures.fits(u, s),
     )
     boundary.dense(
         "delayed",

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from gradxform._checks import arguments
+from gradxform._gates.gate import GatedTransformation
+from gradxform._gates.sums import Accumulator, Reduction, Required
 from gradxform._late import lateness
-from gradxform._late.gate import GatedTransformation
-from gradxform._late.sums import Accumulator, Reduction, Required
-from gradxform._trees import checks
 
 
 def conditional_accumulator(
@@ -155,7 +155,7 @@ def conditional_accumulator(
     ) -> tuple[jax.Array, jax.typing.ArrayLike | None]:
         del updates
         local_step = extra.get("local_step")
-        local_step = checks.local_step("conditional_accumulator", local_step)
+        local_step = arguments.local_step("conditional_accumulator", local_step)
         extra["local_step"] = local_step
         # accepted iff s <= max_staleness(global_step)
         accepted = lateness.is_fresh(global_step, local_step, max_staleness)

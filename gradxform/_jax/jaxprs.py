@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees import versions
-from gradxform._trees.versions import Op
+from gradxform._jax import versions
+from gradxform._jax.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var

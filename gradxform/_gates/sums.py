@@ -16,13 +16,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import gate
-from gradxform._late.conditional import typed_cond
-from gradxform._late.counters import increment_if
-from gradxform._late.gate import Decision, GatedTransformation
+from gradxform._checks import arguments, structures
+from gradxform._devices import mesh
+from gradxform._gates import gate
+from gradxform._gates.conditional import typed_cond
+from gradxform._gates.counters import increment_if
+from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._jax.compilers import barrier_on_gpu, narrow, zeros_unless
+from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
-from gradxform._trees import arithmetic, boxes, checks, constants, dtypes, maps, mesh
-from gradxform._trees.compilers import barrier_on_gpu, narrow, zeros_unless
+from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.types import Leaf, PyTree
 
 _TABLE = 2**14  # Rows; a matrix with as many is a table.
@@ -117,13 +120,13 @@ class Accumulator:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        checks.transformation("inner", self.inner)
+        arguments.transformation("inner", self.inner)
         if not callable(self.num_required):
-            checks.in_range(
-                "num_required", self.num_required, checks.COUNTS, integer=True
+            arguments.in_range(
+                "num_required", self.num_required, arguments.COUNTS, integer=True
             )
-        checks.one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
-        checks.state_dtype("accumulator_dtype", self.dtype, complex_too=True)
+        arguments.one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
+        structures.state_dtype("accumulator_dtype", self.dtype, complex_too=True)
 
     def gate(self) -> GatedTransformation:
         """The transformation."""
@@ -131,7 +134,7 @@ class Accumulator:
 
     def init(self, params: optax.Params) -> ConditionalAccumulatorState:
         """The state before the first push."""
-        checks.of_same_kind("accumulator_dtype", self.dtype, params)
+        structures.of_same_kind("accumulator_dtype", self.dtype, params)
         inner_state = gate.inner_state(self.inner, params)
         sums = constants.zeros(params, self.dtype, dtypes.wide_dtype)
         mesh.check_whole("params", sums, self.names)
@@ -166,7 +169,7 @@ class Accumulator:
         """What becomes of a push."""
         del params
         accepted, factor = self.enters(updates, state.global_step, extra)
-        checks.same_shapes("updates", updates, "accumulated", state.accumulated)
+        structures.same_shapes("updates", updates, "accumulated", state.accumulated)
         mesh.check_parts("updates", updates, self.names)
         if self.names:
             mesh.check_axes(self.names, state.accumulated)
@@ -174,7 +177,7 @@ class Accumulator:
         count = increment_if(accepted, state.num_accumulated)
         full = accepted & self._is_enough(count, state.global_step)
         if last is not None:
-            last = checks.flag("last", last)
+            last = arguments.flag("last", last)
             mesh.check_whole("last", last, self.names)
             full |= last & (count > 0)
         push = self._push(state, accepted, weight, factor, full)
@@ -248,8 +251,8 @@ class Accumulator:
         # n >= num_required
         if not callable(self.num_required):
             return count >= dtypes.saturated(self.num_required)
-        required = checks.scheduled(
-            "num_required", self.num_required, global_step, checks.COUNTS
+        required = arguments.scheduled(
+            "num_required", self.num_required, global_step, arguments.COUNTS
         )
         if jnp.issubdtype(jnp.result_type(required), jnp.integer):
             return count >= dtypes.saturated(required)
@@ -348,8 +351,8 @@ def as_weight(
     weight: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
     """The weight of a push, checked; if it is traced and below 0, NaN as the step."""
-    checks.scalar("weight", weight)
-    w = jnp.asarray(checks.in_range("weight", weight, "[0, inf)"), dtype)
+    arguments.scalar("weight", weight)
+    w = jnp.asarray(arguments.in_range("weight", weight, "[0, inf)"), dtype)
     return jnp.where(w >= 0, w, jnp.nan)
 
 

@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._late import gate, lateness
-from gradxform._late.gate import Decision, GatedTransformation
-from gradxform._trees import checks, constants
+from gradxform._checks import arguments
+from gradxform._gates import gate
+from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._late import lateness
+from gradxform._numbers import constants
 
 
 class DropStaleState(NamedTuple):
@@ -103,7 +105,7 @@ def drop_stale(
     >>> state.global_step, state.stale_count, state.staleness
     (Array(2, dtype=int32), Array(1, dtype=int32), Array(2, dtype=int32))
     """
-    checks.transformation("inner", inner)
+    arguments.transformation("inner", inner)
     max_staleness = lateness.checked_bound(max_staleness)
 
     def init_fn(params: optax.Params) -> DropStaleState:
@@ -124,7 +126,7 @@ def drop_stale(
         **extra: Any,
     ) -> Decision:
         del params
-        local_step = checks.local_step("drop_stale", local_step)
+        local_step = arguments.local_step("drop_stale", local_step)
         # staleness = global_step - local_step
         staleness = lateness.staleness(state.global_step, local_step)
         # fresh iff staleness <= max_staleness(global_step)

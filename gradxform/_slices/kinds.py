@@ -15,10 +15,11 @@ from typing import NamedTuple
 import jax
 import optax
 
-from gradxform._trees import checks, dtypes, maps
+from gradxform._checks import structures
+from gradxform._slices.rules import Along, shape_of
+from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
+from gradxform._trees import dtypes, maps
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
-from gradxform._trees.slice_rules import Along, shape_of
-from gradxform._trees.slices import Kind, MixedSlicesError, Policy, Source
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 
@@ -115,7 +116,7 @@ class States(NamedTuple):
         try:
             marks = owners(self.init, maps.map_with_path(mark, self.whole), state)
         except ValueError as error:
-            checks.own_state(state, jax.eval_shape(self.init, self.whole))
+            structures.own_state(state, jax.eval_shape(self.init, self.whole))
             raise MixedSlicesError(
                 f"its init and the given state show no state of that "
                 f"{self.policy.whole} alone"

@@ -22,8 +22,9 @@ import jax
 import numpy as np
 import optax
 
-from gradxform._late.counters import has_gate
-from gradxform._trees import checks, maps
+from gradxform._checks import structures
+from gradxform._gates.counters import has_gate
+from gradxform._trees import maps
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.types import Leaf, Path, PyTree, T
@@ -75,7 +76,7 @@ def update(
             return tx.update(_unmarked(updates, missing), state, params, **extra)
         except Exception as error:
             error.add_note(
-                f"The gradients have None at {checks.path_name(missing[0])}, and "
+                f"The gradients have None at {structures.path_name(missing[0])}, and "
                 "this transformation does not keep its state leaf by leaf, or has an "
                 "accumulator inside of it, so a leaf cannot be left out. Pass zeros "
                 "there, or put the accumulator around the whole transformation."

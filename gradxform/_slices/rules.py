@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradxform._trees import versions
+from gradxform._jax import versions
+from gradxform._jax.versions import Op
 from gradxform._trees.types import Shape
-from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradxform._trees import checks, maps, versions
+from gradxform._checks import structures
+from gradxform._jax import versions
+from gradxform._trees import maps
 from gradxform._trees.types import Leaf, Path, Prefix, PyTree, T
 
 # One axis, several, or a prefix tree of PartitionSpecs; None outside of shard_map.
@@ -35,7 +37,7 @@ def sums(
     if (names := _given_names(axis_name)) is not None:
         axes = _varying_axes(flat, names, stacked)
     else:
-        given: Any = checks.prefix("axis_name", axis_name, layers, "updates")
+        given: Any = structures.prefix("axis_name", axis_name, layers, "updates")
         specs = treedef.flatten_up_to(given)  # type: ignore[attr-defined]
         axes = _sharded_axes(flat, specs, stacked)
     whole = _psum([x for _, x in flat], [within for _, within in axes])
@@ -90,7 +92,7 @@ def check_whole(name: str, tree: PyTree[jax.Array], names: tuple[str, ...]) -> N
     """Raises ``ValueError`` if arrays differ by device over one of these axes."""
     for path, x in jax.tree.leaves_with_path(tree):
         if differs := _varying(x).intersection(names):
-            at = f" at {checks.path_name(path)}" if path else ""
+            at = f" at {structures.path_name(path)}" if path else ""
             raise ValueError(
                 f"axis_name={names!r}: {name} must be equal on all devices of these "
                 f"axes, got one that varies over {', '.join(sorted(differs))}{at}."
@@ -107,8 +109,8 @@ def check_parts(
         if axes := versions.unreduced_axes(jax.typeof(x)).difference(names):
             raise ValueError(
                 f"{why}{name} is not summed over {', '.join(sorted(axes))} yet at "
-                f"{checks.path_name(path)}, got {checks.describe(x)}. Sum it with "
-                "jax.sharding.reshard, or pass axis_name to gradxform.accumulate, "
+                f"{structures.path_name(path)}, got {structures.describe(x)}. Sum it "
+                "with jax.sharding.reshard, or pass axis_name to gradxform.accumulate, "
                 "without skip_nonfinite."
             )
 
@@ -167,7 +169,7 @@ def _varying_axes(
         varying = tuple(name for name in names if name in _varying(x))
         if depth and varying:
             raise ValueError(
-                f"axis_name={names!r}: {checks.path_name(path)} stacks layers, and "
+                f"axis_name={names!r}: {structures.path_name(path)} stacks layers, and "
                 f"over {', '.join(varying)} the layers or their entries are sharded. "
                 "Say which of them: axis_name={'w': PartitionSpec(None, 'x'), …}."
             )
@@ -183,13 +185,13 @@ def _sharded_axes(
         if not isinstance(spec, PartitionSpec):
             raise TypeError(
                 "axis_name must be a mesh axis, several, or a prefix tree of "
-                f"PartitionSpec, got {spec!r} for {checks.path_name(path)}."
+                f"PartitionSpec, got {spec!r} for {structures.path_name(path)}."
             )
         for name in axes_of(spec):
             if _is_tracked(name) and name not in _varying(x):
                 raise ValueError(
-                    f"axis_name says {spec} at {checks.path_name(path)}, which does "
-                    f"not vary over {name!r}: pass the specs that it is sharded by."
+                    f"axis_name says {spec} at {structures.path_name(path)}, which "
+                    f"does not vary over {name!r}: pass the specs that shard it."
                 )
         axes.append((axes_of(spec[:depth]), axes_of(spec[depth:])))
     return axes

@@ -21,12 +21,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._late import missing
-from gradxform._late.conditional import By, typed_cond
-from gradxform._late.counters import counted
-from gradxform._trees import checks, host, maps, versions
-from gradxform._trees.apply_updates import apply_updates
-from gradxform._trees.compilers import in_hbm, narrow, zeros_unless
+from gradxform._checks import structures
+from gradxform._devices import host
+from gradxform._gates import missing
+from gradxform._gates.conditional import By, typed_cond
+from gradxform._gates.counters import counted
+from gradxform._jax import versions
+from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
+from gradxform._numbers.apply_updates import apply_updates
+from gradxform._trees import maps
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
 from gradxform._trees.types import Leaf, Path, PyTree
 
@@ -172,7 +175,7 @@ def inner_state(
       TypeError: ``optax.lookahead`` is inside, which takes gradients of half of them.
     """
     state = inner.init(params)
-    checks.no_lookahead(
+    structures.no_lookahead(
         params,
         state,
         "put it around this transformation, optax.lookahead(gradxform.accumulate(...), "

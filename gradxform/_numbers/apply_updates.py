@@ -5,7 +5,9 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from gradxform._trees import arithmetic, checks, maps
+from gradxform._checks import structures
+from gradxform._numbers import arithmetic
+from gradxform._trees import maps
 from gradxform._trees.types import Gradient, Leaf, Params, PyTree, SparseLeaf
 
 
@@ -38,9 +40,9 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     """
 
     def fits(u: Gradient, p: Leaf) -> bool:  # Without a parameter there is no sum.
-        return p is None or checks.fits(u, p)
+        return p is None or structures.fits(u, p)
 
-    checks.same_shapes("updates", updates, "params", params, fits)
+    structures.same_shapes("updates", updates, "params", params, fits)
 
     def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):

@@ -3,7 +3,7 @@
 The function is traced once, with the shapes of the whole arrays. So whatever looks at
 sizes sees the truth: masks, labels, the number of entries in a mean. The evaluation
 knows of each value whether it has slices, and along which axis, from the arguments on:
-``slice_rules`` says what each operation does to them. What has no slices is evaluated
+``rules`` says what each operation does to them. What has no slices is evaluated
 as it is. Arrays that an update makes itself, such as zeros, are made only when they are
 read: beside slices there are as many of theirs.
 
@@ -22,10 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradxform._trees import host, jaxprs, maps, norms, versions
-from gradxform._trees.slice_rules import RULES, Along, is_made, resized, shape_of
+from gradxform._devices import host
+from gradxform._jax import jaxprs, versions
+from gradxform._jax.versions import Op
+from gradxform._numbers import norms
+from gradxform._slices.rules import RULES, Along, is_made, resized, shape_of
+from gradxform._trees import maps
 from gradxform._trees.types import Path, PyTree
-from gradxform._trees.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn

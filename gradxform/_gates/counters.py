@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from gradxform._trees import checks, maps
+from gradxform._checks import structures
+from gradxform._trees import maps
 from gradxform._trees.types import Path
 
 # The fields that count the pushes that a gate has left out, each for a reason.
@@ -145,4 +146,4 @@ def _outermost(state: optax.OptState, field: str) -> optax.OptState:
     if field == "global_step":
         gates = f"accumulate, skip_spikes, {gates}"
     hint = f"wrap the transformation in {gates}"
-    return checks.only(field, states(state, field), hint)
+    return structures.only(field, states(state, field), hint)
