@@ -965,10 +965,6 @@ def test_no_layer():
         (gx.novograd(0.1), r"nu\['blocks'\]\['b'\] .* has no layer for each"),
         (optax.flatten(optax.adam(0.1)), r"\[0\].mu of ScaleByAdamState"),
         (optax.apply_if_finite(optax.sgd(0.1), 2), "after the last layer, by "),
-        (
-            gx.low_bit_state(optax.adam(0.1), min_size=1, block_size=8, block_axis=-2),
-            r"scales\[2\] of LowBitState, of shape \[1, 8\], has no layer for each",
-        ),
     ],
 )
 def test_what_mixes_layers_is_refused(tx, message):
@@ -1091,7 +1087,8 @@ def test_blocks_across_layers_are_refused(length):
     if length < 512:
         step.lower(make(), tx.init(make()))
         return
-    with pytest.raises(TypeError, match=r"no layer for each .* block_axis=-1"):
+    message = r"scales\[1\] of LowBitState, of shape \[[49], 256\], has no layer for"
+    with pytest.raises(TypeError, match=rf"{message} each .* block_axis=-1"):
         step.lower(make(), tx.init(make()))
 
 
