@@ -144,7 +144,8 @@ def no_gradients(name: str, params: optax.Params) -> None:
         if is_sparse(p):
             raise TypeError(
                 f"{name} has an IndexedSlices at {structures.path_name(path)}, which "
-                "is a gradient. Rows of a table among parameters are gradxform.TableRows."
+                "is a gradient. Among parameters, rows of a table are "
+                "gradxform.TableRows."
             )
 
 
