@@ -779,6 +779,38 @@ def test_in_shard_map():
     chex.assert_trees_all_close(trained(("blocks",)), trained(()), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("names", [("x",), ("x", "y")])
+def test_8_bits_in_shard_map(names, axis_type, layers):
+    """State that is made and stepped on each device is that of one device."""
+    shape = (2,) * len(names)
+    mesh = jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+    tx = gx.low_bit_state(optax.adam(0.1), block_size=8, min_size=64)
+
+    def trained(loss_fn, params, *batch):
+        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
+        state, loss = tx.init(params), 0
+        for _ in range(3):
+            params, state, loss = step(params, state, *batch)
+        return params, loss
+
+    def mean(params, *batch):
+        return jax.lax.pmean(tied(params, *batch), names)
+
+    batch = [jnp.repeat(x[:1], mesh.size, 0) for x in (IDS, Y)]
+    on_mesh = jax.shard_map(
+        functools.partial(trained, mean),
+        mesh=mesh,
+        in_specs=(P(), *[P(names)] * len(batch)),
+        out_specs=P(),
+    )
+    placed = jax.device_put(batch, NamedSharding(mesh, P(names)))
+    got = jax.jit(on_mesh)(start(), *placed)
+    wanted = trained(tied, start(), *[x[:1] for x in batch])
+    chex.assert_trees_all_close(*jax.device_get((got, wanted)), rtol=1e-4, atol=1e-5)
+
+
 def test_a_clip_over_a_mesh_axis():
     """Each device has a part of each layer, so the norm is a sum over devices, too."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
