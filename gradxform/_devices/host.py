@@ -99,7 +99,7 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         nonlocal last
         dtype = dtypes.dtype_of(x)
         is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-        if np.size(x) < min_size or dtype.itemsize == 1 or is_key or is_there(x):
+        if np.size(x) < min_size or dtype.itemsize == 1 or is_key or is_on_host(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             if x.sharding is None:
@@ -121,63 +121,63 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
     Otherwise the compiler would make all arrays before it moves one. In a loop over
     layers it makes zeros layer by layer.
     """
-    if not has_layers(x, 0) or jax.typeof(x).sharding.spec[0]:
+    if not can_slice(x, 0) or jax.typeof(x).sharding.spec[0]:
         return jax.device_put(compilers.barrier((x, last))[0], _HOST)
     each, _ = compilers.barrier((jnp.arange(len(x)), last))
     row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
     return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
 
 
-def is_there(x: object) -> bool:
+def is_on_host(x: object) -> bool:
     """Whether an array lies in the host's memory."""
     if not isinstance(x, jax.Array):
         return False
     return jax.typeof(x).memory_space == _HOST
 
 
-def brought(tree: PyTree[T]) -> PyTree[T]:
+def to_device(tree: PyTree[T]) -> PyTree[T]:
     """The same tree on the device."""
 
     def bring(x: Any) -> Any:  # Any leaf.
-        return jax.device_put(x, DEVICE) if is_there(x) else x
+        return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
     return maps.map_leaves(bring, tree)
 
 
-def brought_after(
+def to_device_after(
     updates: optax.Updates, init: optax.TransformInitFn, state: optax.OptState
 ) -> optax.OptState:
     """A state on the device: that of each parameter comes after its gradient."""
-    if not any(map(is_there, jax.tree.leaves(state))):
+    if not any(map(is_on_host, jax.tree.leaves(state))):
         return state
     grads = dict(maps.leaves_with_path(maps.stored(updates)))
     marks = maps.map_with_path(lambda path, _: Placeholder(path), updates)
     try:
         marks = owners(init, marks, state)
     except ValueError:
-        return brought(state)
+        return to_device(state)
 
     def bring(mark: object, part: PyTree[T]) -> PyTree[T]:
         if isinstance(mark, Placeholder):
             part, _ = compilers.barrier((part, grads[mark.path]))
-        return brought(part)
+        return to_device(part)
 
     return jax.tree.map(bring, marks, state, is_leaf=is_placeholder)
 
 
-def put_back(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
+def to_memory_of(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
     """``new``, each leaf in the memory of the ``old`` one."""
-    if not any(map(is_there, jax.tree.leaves(old))):
+    if not any(map(is_on_host, jax.tree.leaves(old))):
         return new
 
     def put(old: Leaf, new: Any) -> Any:  # Any leaf.
-        there = is_there(old) and not is_there(new)
+        there = is_on_host(old) and not is_on_host(new)
         return jax.device_put(new, _HOST) if there else new
 
     return maps.map_leaves(put, old, new)
 
 
-def has_layers(x: jax.Array, axis: int) -> bool:
+def can_slice(x: jax.Array, axis: int) -> bool:
     """Whether the compiler for TPU can take layers along ``axis`` from the host.
 
     It fails on layers that are no matrices. It copies the whole array twice if its
@@ -189,11 +189,11 @@ def has_layers(x: jax.Array, axis: int) -> bool:
     return is_matrix and bits > 8 and (bits > 16 or axis < x.ndim - 2)
 
 
-def layer(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
+def read_layer(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
     """Layer ``i`` of ``number`` in a stack, on the device."""
-    return compilers.laid_out(brought(compilers.part(x, i, number, axis)))
+    return compilers.laid_out(to_device(compilers.part(x, i, number, axis)))
 
 
-def with_layer(x: jax.Array, new: jax.Array, i: jax.Array, axis: int) -> jax.Array:
+def write_layer(x: jax.Array, new: jax.Array, i: jax.Array, axis: int) -> jax.Array:
     """A stack with another layer ``i``, in its own memory."""
-    return compilers.with_part(x, put_back(new, x), i, axis)
+    return compilers.with_part(x, to_memory_of(new, x), i, axis)

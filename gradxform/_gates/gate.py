@@ -159,11 +159,11 @@ def step(
     """
     if gate := gate_of(tx):
         return _guarded(gate, updates, state, params, extra, whole=whole)
-    given, state = state, host.brought_after(updates, tx.init, state)
+    given, state = state, host.to_device_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)
     if whole:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
-    return outcome, host.put_back(new, given)
+    return outcome, host.to_memory_of(new, given)
 
 
 def inner_state(
@@ -221,13 +221,13 @@ def _guarded(
         outcome, buffers = _taken_from(filled, outcome, done), filled
     state = counted(decision.state, decision.applies, decision.accepted)
     settled = decision.settle(state._replace(inner_state=new), done, buffers)
-    return outcome, host.put_back(settled, given)
+    return outcome, host.to_memory_of(settled, given)
 
 
 def _own_brought(path: Path, x: Leaf) -> Leaf:
     """A leaf of a gate's state on the device; the step brings the state behind it."""
     inside = path[:1] == (jax.tree_util.GetAttrKey("inner_state"),)
-    return x if inside else host.brought(x)
+    return x if inside else host.to_device(x)
 
 
 def _in_hbm(x: Leaf) -> Leaf:

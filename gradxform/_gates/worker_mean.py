@@ -19,7 +19,7 @@ from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import boxes, dtypes, maps
-from gradxform._trees.types import Leaf
+from gradxform._trees.types import Gradient, Leaf
 
 Method = Literal["all", "latest", "ringleader"]
 
@@ -179,12 +179,11 @@ def worker_mean(
         full = accepted & (complete | jnp.any(state.stepped)) & ~ahead
         means = boxes.as_in(updates, state.means)
 
+        def in_dtype_of(g: Gradient, means: jax.Array) -> jax.Array:
+            return narrow(_row(means, row), maps.gradient_dtype(g))
+
         def mean(_: object) -> optax.Updates:
-            return maps.map_updates(
-                lambda g, m: narrow(_row(m, row), maps.gradient_dtype(g)),
-                updates,
-                means,
-            )
+            return maps.map_updates(in_dtype_of, updates, means)
 
         def settle(
             state: WorkerMeanState, applied: jax.Array, _: object

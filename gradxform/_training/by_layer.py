@@ -112,8 +112,8 @@ class Update:
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
             x
-            if n in along and host.has_layers(x, along[n].along.axis)
-            else host.brought(x)
+            if n in along and host.can_slice(x, along[n].along.axis)
+            else host.to_device(x)
             for n, x in enumerate(leaves)
         ]
         grads = range(first, first + len(maps.leaves(learning)))
@@ -184,7 +184,9 @@ class Update:
     def of_one_layer(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
         """The arguments of layer ``i``."""
         args = {
-            n: host.layer(wholes.get(n, self.leaves[n]), i, source.number, along.axis)
+            n: host.read_layer(
+                wholes.get(n, self.leaves[n]), i, source.number, along.axis
+            )
             for n, (source, along) in self.kinds.items()
         }
         return args | self.gradients(grads)
@@ -201,7 +203,7 @@ class Update:
         new = self.new_leaves(args, _LATER, with_layers=True)
         new = compilers.barrier_in_place(new)
         wholes = {
-            n: host.with_layer(x, new[n], i, self.kinds[n].along.axis)
+            n: host.write_layer(x, new[n], i, self.kinds[n].along.axis)
             for n, x in wholes.items()
         }
         return wholes, {}

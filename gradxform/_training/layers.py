@@ -123,7 +123,7 @@ def step(
             f"minimize(layers=...) cannot run this transformation: {error}. The layers "
             f"are those of {min(map(structures.path_str, arrays))!r}{more}. {hint}"
         ) from error.__cause__
-    params, state = host.put_back(new, (params, state))
+    params, state = host.to_memory_of(new, (params, state))
     return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 

@@ -120,7 +120,7 @@ def local_steps(
         hint = "Pull the whole table, or push the gradients of its rows at each step."
         boundary.dense("local_steps", params, "trains whole parameters", hint)
         length = _length(batches)
-        if donate and any(map(host.is_there, jax.tree.leaves(state))):
+        if donate and any(map(host.is_on_host, jax.tree.leaves(state))):
             # JAX would give their memory to the pseudo-gradients.
             raise ValueError(
                 "local_steps cannot donate a state in the host's memory: pass "

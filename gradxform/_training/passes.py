@@ -70,7 +70,7 @@ class BackwardPass:
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
             (wholes, sums, of_carry), (i, carry, scanned, of_ys) = carried, x
             parts = {
-                n: host.layer(wholes[n], i, loss.length, axis)
+                n: host.read_layer(wholes[n], i, loss.length, axis)
                 for n, axis in loss.axes.items()
             }
             inputs = [*self.inputs[:num_consts], *carry, *scanned]
