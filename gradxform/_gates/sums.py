@@ -32,8 +32,6 @@ _TABLE = 2**14  # Rows; a matrix with as many is a table.
 
 Reduction = Literal["mean", "sum", "row_mean"]
 Required: TypeAlias = jax.typing.ArrayLike | optax.Schedule
-# Counts pushes that are left out; empty if there are none of this kind.
-LeftOut: TypeAlias = jax.Array | tuple[()]
 
 # (updates, global_step, extra) -> whether a push is added, and times which number. It
 # may complete the extra arguments for what is inside.
@@ -66,8 +64,8 @@ class ConditionalAccumulatorState(NamedTuple):
 
     global_step: jax.Array
     num_accumulated: jax.Array
-    stale_count: LeftOut
-    nonfinite_count: LeftOut
+    stale_count: jax.Array | tuple[()]
+    nonfinite_count: jax.Array | tuple[()]
     total_weight: jax.Array
     accumulated: optax.Updates
     carried: jax.Array
@@ -142,7 +140,8 @@ class Accumulator:
         if self.reduction == "row_mean":
             rows = constants.zeros(params, None, dtypes.compute_dtype, axes=1)
         # Counters are arrays of their own: a buffer can be donated only once.
-        counters: dict[str, LeftOut] = {"stale_count": (), "nonfinite_count": ()}
+        counters: dict[str, jax.Array | tuple[()]]
+        counters = {"stale_count": (), "nonfinite_count": ()}
         counters[self.left_out] = constants.zero(params, jnp.int32)
         state = ConditionalAccumulatorState(
             global_step=constants.zero(params, jnp.int32),
