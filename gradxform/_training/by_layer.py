@@ -280,7 +280,8 @@ def _total(eqn: JaxprEqn, parts: jax.Array) -> list[jax.Array]:
 
 
 def _on_mesh(x: jax.Array, new: Any) -> jax.Array:
-    """An array of state that no explicit axis knows, as the update gives it back."""
-    before, after = jax.typeof(x).sharding.mesh, new.sharding.mesh
-    is_placed = before.empty and not after.empty
-    return jax.sharding.reshard(x, new.sharding) if is_placed else x
+    """An array as the update gives it back, if explicit axes say where it lies."""
+    is_placed = jax.typeof(x).sharding == new.sharding
+    if is_placed or not new.sharding.mesh.explicit_axes:
+        return x
+    return jax.sharding.reshard(x, new.sharding)

@@ -707,9 +707,13 @@ def test_sharded_parameters(name, kind, in_context):
         check(loss_fn, tx, make, *batch, rtol=1e-5, two_passes=two_passes)
 
 
+# What is whole on each device cannot become a part of it in place.
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", ["adamw", "low_bit_state"])
 def test_state_that_no_explicit_axis_knows(name):
     """It comes from ``jax.jit(tx.init)`` outside of ``jax.set_mesh``."""
+    if name == "adamw" and jax.__version_info__ < (0, 12):
+        pytest.skip("There jit makes no zeros like an array on a mesh.")
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
     tx = OPTIMIZERS[name]
     tx = optax.GradientTransformation(jax.jit(tx.init), tx.update)
