@@ -180,7 +180,7 @@ class Evaluator:
     """Evaluates equations for the slices that are there.
 
     Attributes:
-      policy: what it does that others do not.
+      policy: the rules of this use alone.
       known: the results of some equations, which a first pass has found out.
       notes: of a first pass. Effects wait for the second one.
       at: the place of the equation that this part of a program is inside of.

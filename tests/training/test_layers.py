@@ -1156,7 +1156,7 @@ VERDICTS = [
     for name in re.findall(r"`((?:gx|optax)\.[\w.]+)`", row)
 ]
 ADAM = optax.adam(0.1)
-# Arguments of what takes no learning rate alone; links stand before an optimizer.
+# Arguments beside the learning rate; a link stands before an optimizer.
 ARGUMENTS = {
     "gx.accumulate": {"inner": ADAM, "num_required": 2},
     "gx.contrib.clip_by_zscore": {},
