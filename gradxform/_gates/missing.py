@@ -68,9 +68,9 @@ def update(
     if not missing:
         return tx.update(updates, state, params, **extra)
     tree = updates if params is None else maps.masked_like(updates, params)
-    # Sums and tables of pushes have rules of their own for None.
-    sums = has_gate(state, "num_accumulated") or has_gate(state, "counts")
-    marks = None if sums else _marks(tx, tree, state)
+    # Sums, tables and rings of pushes have rules of their own for None.
+    has_rules = any(has_gate(state, x) for x in ("num_accumulated", "counts", "count"))
+    marks = None if has_rules else _marks(tx, tree, state)
     if marks is None:
         try:
             return tx.update(_unmarked(updates, missing), state, params, **extra)
@@ -78,8 +78,8 @@ def update(
             error.add_note(
                 f"The gradients have None at {structures.path_name(missing[0])}, and "
                 "this transformation does not keep its state leaf by leaf, or has an "
-                "accumulator inside of it, so a leaf cannot be left out. Pass zeros "
-                "there, or put the accumulator around the whole transformation."
+                "accumulator or a delay inside of it, so a leaf cannot be left out. "
+                "Pass zeros there, or put that gate around the whole transformation."
             )
             raise
     whole = dict(maps.leaves_with_path(params))
