@@ -219,7 +219,7 @@ def test_an_accumulator_inside_a_chain_gets_none():
 
     knows_no_none = optax.GradientTransformation(start_of_zeros, add)
     wrong = optax.chain(knows_no_none, gx.accumulate(optax.sgd(0.1), 2))
-    with pytest.raises(ValueError, match="has an accumulator inside of it"):
+    with pytest.raises(ValueError, match="an accumulator or a delay inside of it"):
         gx.apply_gradients(wrong, grads(0), wrong.init(start()), start())
 
 
