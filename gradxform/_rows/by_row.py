@@ -18,7 +18,7 @@ from gradxform._rows.boundary import gather_rows
 from gradxform._rows.indexed_slices import IndexedSlices, is_sparse
 from gradxform._slices import slices
 from gradxform._slices.kinds import Whole
-from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Slices, Source
+from gradxform._slices.slices import Kind, Policy, Slices, Source
 from gradxform._trees import maps
 from gradxform._trees.types import Path, PyTree
 
@@ -92,10 +92,6 @@ class Rows:
         rows: dict[int, jax.Array] = {}
         for i, ((_, x), kind) in enumerate(zip(leaves, kinds, strict=True)):
             if kind is not None:
-                if kind.along.axis:
-                    raise MixedSlicesError(
-                        "its state has the rows of a table in columns"
-                    )
                 g = self.tables[kind.source.path]
                 rows[i] = g.values if x is g else gather_rows(g, x)
         program = slices.trace_whole(f, args, kinds, rows)
@@ -122,7 +118,7 @@ class Rows:
     def arrays(self) -> dict[Path, Whole]:
         """The tables, as arrays that have rows."""
         return {
-            path: Whole(g.shape, source)
+            path: Whole(g.shape, source, is_fixed=True)
             for path, g in self.tables.items()
             for source in [Source(max(g.shape[0], 1), len(g.indices), path=path)]
         }

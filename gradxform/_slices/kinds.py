@@ -24,11 +24,19 @@ from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 
 class Whole(NamedTuple):
-    """An array that has slices along an axis."""
+    """An array that has slices along an axis.
+
+    Attributes:
+      shape: its shape.
+      source: whose slices they are.
+      axis: the axis.
+      is_fixed: whether state must have them along the same axis.
+    """
 
     shape: Shape
     source: Source
     axis: int = 0
+    is_fixed: bool = False
 
     @property
     def size(self) -> int:
@@ -173,7 +181,7 @@ class States(NamedTuple):
         def describe(path: Path, p: Leaf) -> Leaf:
             if path not in self.arrays:
                 return p
-            shape, _, axis = self.arrays[path]
+            shape, _, axis, _ = self.arrays[path]
             size = new.get(path, shape[axis])
             shape = *shape[:axis], size, *shape[axis + 1 :]
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(p))
@@ -230,6 +238,6 @@ def _differing(whole: Whole, shape: Shape, other: Shape, size: int) -> Kind | No
     """The slices along the one axis that differs, with as many entries as the array."""
     axes = [i for i, n in enumerate(shape) if n != other[i]]
     lengths = [(shape[i], other[i]) for i in axes]
-    if lengths != [(whole.size, size)]:
+    if lengths != [(whole.size, size)] or (whole.is_fixed and axes != [whole.axis]):
         return None
     return whole.along(axes[0])

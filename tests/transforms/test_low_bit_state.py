@@ -320,7 +320,7 @@ def test_a_state_on_explicit_axes_needs_no_context(jit):
 
 
 @pytest.mark.parametrize("layers", [127, 128, 129, 511])
-@pytest.mark.parametrize(("width", "blocks"), [(8, 1), (64, 1), (320, 4)])
+@pytest.mark.parametrize(("width", "blocks"), [(32, 1), (64, 1), (320, 4)])
 def test_stacked_vectors_are_not_divided_along_their_layers(layers, width, blocks):
     tx = gx.low_bit_state(optax.trace(0.9), min_size=64)
     (scales,) = jax.eval_shape(tx.init, jnp.zeros((layers, width))).scales
