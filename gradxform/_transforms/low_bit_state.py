@@ -96,7 +96,7 @@ def low_bit_state(
     Each array is divided into blocks along its last axis but one, or, if
     ``block_axis=-1`` or if it has only one, along the last. An array of two axes is
     divided along the last one, too, if the first one has fewer than 4 times
-    ``block_size`` entries, and the last one at least 8. The vectors of stacked layers
+    ``block_size`` entries, and the last one at least 32. Vectors of stacked layers
     are such an array. If there are more layers, :func:`minimize` with ``layers`` needs
     ``block_axis=-1``. A block has one scale :math:`m = \max \lvert s \rvert`, and for
     each entry ``s`` a code of 8 bits:
