@@ -81,7 +81,10 @@ def measure_norms(
         axes = norms.check_stacked(stacked_axes, params)
 
         def zeros(p: jax.Array, stacked: int) -> jax.Array:
-            return constants.full_like(p, 0, dtypes.compute_dtype(p), axes=stacked)
+            dtype = dtypes.compute_dtype(p)
+            if not stacked:  # It may be all that the state has, so it says the devices.
+                return constants.zero(p, dtype)
+            return constants.full_like(p, 0, dtype, axes=stacked)
 
         params, axes = boxes.unboxed(params), boxes.unboxed(axes)
         return MeasureNormsState(maps.map_params(zeros, params, axes))
