@@ -147,7 +147,7 @@ def real(value: T) -> T:
     Any other value is returned as it is. ``optax.inject_hyperparams`` makes all numbers
     complex if parameters are complex.
     """
-    if not _is_complex(value):
+    if not is_complex(value):
         return value
     known = not isinstance(value, jax.core.Tracer)
     real_part: T = value.real  # type: ignore[attr-defined]  # Its dtype is complex.
@@ -249,5 +249,5 @@ def not_while_tracing(method: str) -> None:
     )
 
 
-def _is_complex(value: object) -> bool:
+def is_complex(value: object) -> bool:
     return jnp.issubdtype(dtypes.dtype_of(value), jnp.complexfloating)

@@ -235,7 +235,7 @@ def fits(leaf: Gradient, reference: Leaf) -> bool:
     return (
         maps.has_gradient(reference)
         and np.shape(leaf) == np.shape(reference)
-        and (arguments._is_complex(reference) or not arguments._is_complex(leaf))
+        and (arguments.is_complex(reference) or not arguments.is_complex(leaf))
     )
 
 

@@ -336,7 +336,7 @@ class Accumulator:
     def _of_device(
         self, state: ConditionalAccumulatorState
     ) -> ConditionalAccumulatorState:
-        """The same, with the types of what differs by device."""
+        """The same state; sums, weights and counts of rows have types of one device."""
         as_own = functools.partial(mesh.as_own, names=self.names)
         as_part = functools.partial(mesh.as_part, names=self.names)
         return state._replace(

@@ -114,8 +114,8 @@ class Policy(NamedTuple):
     """What differs from one use to another.
 
     Attributes:
-      slice: what messages call a slice.
-      whole: what they call an array that has slices.
+      slice: the word in messages for a slice.
+      whole: the word in messages for an array that has slices.
       refused: operations that it does not take, in spite of their rules.
       add_up: (equation, kinds of its operands, operands) -> the results of an equation
         that adds up all slices; None if it must not.
@@ -301,7 +301,7 @@ class Evaluator:
         ]
 
     def _sliced(self, x: Value, kind: Kind, eqn: JaxprEqn | None = None) -> jax.Array:
-        """A value as slices, of which there are as many as of the source.
+        """A value as slices: as many as the source has.
 
         ``eqn`` is the equation that reads it.
         """
@@ -492,7 +492,7 @@ def _of_kind(x: jax.Array, kind: Kind | None) -> Value:
 
 
 def _like(array: jax.Array | None, old: Value) -> Value:
-    """An array in the place of another value; None stands for that value itself."""
+    """An array that replaces another value; for None it is the other value."""
     return old if array is None else _of_kind(array, _kind(old))
 
 

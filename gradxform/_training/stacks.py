@@ -162,7 +162,7 @@ class ScannedLoss(NamedTuple):
     def with_layers(
         self, inputs: Sequence[Any], parts: Mapping[int, jax.Array]
     ) -> list[jax.Array]:
-        """Inputs of the scan's body, with layers in the place of None.
+        """Inputs of the scan's body; each None is replaced by a layer.
 
         ``parts`` has each stack's part for this layer, by the number of the stack.
         """
