@@ -236,7 +236,7 @@ def training_step(
         structures.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning)
-        stacked = layered.paths_of(layers, learning)
+        stacked = layered.paths_of(layers, params)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(

@@ -27,15 +27,13 @@ from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
 
 
-def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
+def paths_of(layers: Collection[str], params: optax.Params) -> set[Path]:
     """The paths of all leaves that ``layers`` names, also by a tree that they are in.
 
     Raises:
-      ValueError: it names nothing, or nothing that is trainable.
+      ValueError: it names nothing.
     """
-    leaves = [
-        (p, structures.path_str(k), k) for k, p in maps.leaves_with_path(learning)
-    ]
+    leaves = [(p, structures.path_str(k), k) for k, p in maps.leaves_with_path(params)]
     found: set[Path] = set()
     for name in layers:
         inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
@@ -46,11 +44,6 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
             raise ValueError(
                 f"layers must name leaves of params, or trees of them, got {name!r}; "
                 f"there are {known}{more}."
-            )
-        if not any(maps.has_gradient(p) for p, *_ in inside):
-            raise ValueError(
-                f"layers names {name!r}, which is not trainable, so it gets no "
-                "gradient. Leave it out of layers, or let trainable be True there."
             )
         found.update(path for p, _, path in inside if maps.has_gradient(p))
     return found
@@ -74,38 +67,50 @@ def step(
     gradients. Returns both results of the loss, new parameters and new state.
     """
     flat, structure = maps.flatten(learning)
+    names = [path for path, _ in maps.leaves_with_path(params)]
     leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
-    names = [path for path, _ in maps.leaves_with_path(learning)]
     for n, p in leaves.items():
         if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
             raise TypeError(
                 f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
                 "gradient: let trainable be False there."
             )
+    frozen = {
+        n: p
+        for n, p in enumerate(maps.leaves(params))
+        if names[n] in paths and n not in leaves
+    }
+    leaves = dict(sorted((leaves | frozen).items()))  # As JAX orders them.
 
     def of_leaves(leaves: Numbered) -> tuple[jax.Array, Any]:
         given = [leaves.get(n) for n in range(len(flat))]
         return loss_fn(jax.tree.unflatten(structure, given))
 
-    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
+    types = {
+        n: jax.typeof(p).update(memory_space=host.DEVICE) for n, p in leaves.items()
+    }
+    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(types)
     named = {n: structures.path_str(names[n]) for n in leaves if names[n] in paths}
-    loss = stacks.find_scan(closed, list(leaves), named)
-    results, whole, backward = passes.forward(loss, leaves)
-    source = Source(loss.length, 1, loss.length == 1)
+    loss = stacks.find_scans(closed, [*types], named, frozen)
+    results, given, backward = passes.forward(loss, leaves, frozen)
+    sources = [
+        Source(scan.length, 1, scan.length == 1, names[min(scan.axes)])
+        for scan in loss.scans
+    ]
     arrays = {
         names[n]: Whole(jnp.shape(leaves[n]), source, axis)
-        for n, axis in loss.axes.items()
+        for scan, source in zip(loss.scans, sources, strict=True)
+        for n, axis in scan.axes.items()
+        if n not in frozen
     }
     extra = extra_of(results[0])
 
     def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
-        update = Update.of(tx, arrays, learning, params, state, extra)
-        given, last_pass = whole, backward
-        if two_passes:
-            update, given, known = update.after_first_pass(backward.run, whole)
-            last_pass = backward.after(known)
-        wholes, grads, _ = last_pass.run(update.wholes | given, update.of_layer)
-        return update.of_others(wholes, grads)
+        update = Update.of(tx, arrays, sources, learning, params, state, extra)
+        if not two_passes:
+            return update.after(backward.run, given)
+        update, same, known = update.after_first_pass(backward.run, given)
+        return update.after(backward.after(known).run, same)
 
     try:
         new = updated(two_passes=two_passes)
