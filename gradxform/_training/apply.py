@@ -225,8 +225,6 @@ def training_step(
     arguments.transformation("tx", tx)
     if isinstance(layers, str) or not isinstance(layers, Collection):
         raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
-    if tables and layers:
-        raise TypeError("minimize takes tables or layers, got both. Leave one out.")
     if tables or layers:
         versions.before_tracing()
 
@@ -249,6 +247,7 @@ def training_step(
                 lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
                 tx,
                 stacked,
+                tables,
                 learning,
                 params,
                 state,

@@ -19,6 +19,8 @@ from gradxform._devices import host
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
 from gradxform._jax.versions import Op
+from gradxform._rows import boundary
+from gradxform._rows.lookup import Offsets
 from gradxform._slices import slices
 from gradxform._slices.kinds import States, Whole
 from gradxform._slices.rules import shape_of
@@ -100,27 +102,38 @@ class Update:
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
         sources: list[Source],
-        learning: optax.Params,
-        params: optax.Params,
-        state: optax.OptState,
-        extra: dict[str, object],
+        args: tuple[optax.Params, optax.OptState, tuple[optax.Updates, Offsets], Any],
+        with_tables: Callable[..., optax.Updates],
     ) -> Update:
-        """Traces the step of ``tx``."""
+        """Traces the step of ``tx``.
+
+        ``args`` are parameters, state, gradients, and extra arguments. The gradients
+        are those of leaves and those of rows, which ``with_tables`` puts together.
+        Parameters stand for the gradients, which have their types.
+        """
 
         def whole(
             params: optax.Params,
             state: optax.OptState,
-            grads: optax.Updates,
+            grads: tuple[optax.Updates, Offsets],
             extra: dict[str, object],
         ) -> tuple[gate.Outcome, optax.OptState]:
-            return gate.step(tx, grads, state, params, extra, whole=True)
+            updates = with_tables(*grads)
+            try:
+                return gate.step(tx, updates, state, params, extra, whole=True)
+            except Exception as error:
+                boundary.explain(error, updates)
+                raise
 
-        # Parameters stand for the gradients, which have their types.
-        args = params, state, learning, extra
+        params, state, (learning, rows), extra = args
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        states = States(_policy(), arrays, tx.init, params, hints=_HINTS)
+        made_for = _made_for(tx, learning, params, state)
+        states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
         kinds = states.of_step(params, state, learning, extra)
+        end = first + len(maps.leaves(learning))
+        grads = range(first, end + len(jax.tree.leaves(rows)))
+        kinds[end:end] = [None] * (grads.stop - end)  # Rows have no layers.
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
             x
@@ -128,7 +141,6 @@ class Update:
             else host.to_device(x)
             for n, x in enumerate(leaves)
         ]
-        grads = range(first, first + len(maps.leaves(learning)))
         given = [
             n
             for n, x in enumerate(leaves)
@@ -279,6 +291,20 @@ class Update:
         update = dataclasses.replace(self, results=known | notes.scalars)
         stacks = [{n: found[n] for n in found if n in numbers} for found in wholes]
         return update, stacks, jax.tree.leaves(update.results)
+
+
+def _made_for(
+    tx: optax.GradientTransformation,
+    learning: optax.Params,
+    params: optax.Params,
+    state: optax.OptState,
+) -> optax.Params:
+    """What a state was made for: all parameters, or those that learn."""
+    given: Any = jax.tree.structure(state)
+    if len(jax.tree.leaves(learning)) == len(jax.tree.leaves(params)):
+        return params
+    made = jax.eval_shape(tx.init, params)
+    return params if given == jax.tree.structure(made) else learning
 
 
 def _policy(*, is_second_pass: bool = False) -> Policy:

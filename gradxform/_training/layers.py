@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import optax
 
 from gradxform._checks import structures
 from gradxform._devices import host
+from gradxform._rows.lookup import LossOfRows, Offsets, Tables
 from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
 from gradxform._training import passes, stacks
@@ -50,9 +51,10 @@ def paths_of(layers: Collection[str], params: optax.Params) -> set[Path]:
 
 
 def step(
-    loss_fn: Callable[[optax.Params], tuple[jax.Array, Any]],
+    loss_fn: Callable[[optax.Params], tuple[jax.Array, *tuple[Any, ...]]],
     tx: optax.GradientTransformation,
     paths: Collection[Path],
+    tables: Tables,
     learning: optax.Params,
     params: optax.Params,
     state: optax.OptState,
@@ -66,33 +68,28 @@ def step(
     arguments. With ``two_passes`` a first backward pass computes the sums over all
     gradients. Returns both results of the loss, new parameters and new state.
     """
-    flat, structure = maps.flatten(learning)
     names = [path for path, _ in maps.leaves_with_path(params)]
-    leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
-    for n, p in leaves.items():
-        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
-            raise TypeError(
-                f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
-                "gradient: let trainable be False there."
-            )
-    frozen = {
-        n: p
-        for n, p in enumerate(maps.leaves(params))
-        if names[n] in paths and n not in leaves
-    }
-    leaves = dict(sorted((leaves | frozen).items()))  # As JAX orders them.
+    strings, tree = list(map(structures.path_str, names)), maps.structure(learning)
+    leaves, frozen = _leaves(names, paths, learning, params)
 
-    def of_leaves(leaves: Numbered) -> tuple[jax.Array, Any]:
-        given = [leaves.get(n) for n in range(len(flat))]
-        return loss_fn(jax.tree.unflatten(structure, given))
+    def of_leaves(leaves: Numbered) -> tuple[jax.Array, list[Any]]:
+        given = [leaves.get(n) for n in range(len(names))]
+        value, *aux = loss_fn(jax.tree.unflatten(tree, given))
+        return value, aux
 
+    is_table = structures.names("tables", tables, "leaves of params", names)
+    by_rows = LossOfRows.of(of_leaves, leaves, is_table, strings)
+    dense = {n: p for n, p in leaves.items() if n not in by_rows.tables}
     types = {
-        n: jax.typeof(p).update(memory_space=host.DEVICE) for n, p in leaves.items()
+        n: jax.typeof(p).update(memory_space=host.DEVICE) for n, p in dense.items()
     }
-    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(types)
-    named = {n: structures.path_str(names[n]) for n in leaves if names[n] in paths}
-    loss = stacks.find_scans(closed, [*types], named, frozen)
-    results, given, backward = passes.forward(loss, leaves, frozen)
+    traced = jax.make_jaxpr(by_rows.loss, return_shape=True)
+    closed, shapes = traced(types, by_rows.offsets)
+    offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
+    named = {n: strings[n] for n in leaves if names[n] in paths}
+    loss = stacks.find_scans(closed, [*dense, *offsets], named, frozen)
+    results, given, backward = passes.forward(loss, dense | offsets, frozen)
+    value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)
     sources = [
         Source(scan.length, 1, scan.length == 1, names[min(scan.axes)])
         for scan in loss.scans
@@ -103,17 +100,59 @@ def step(
         for n, axis in scan.axes.items()
         if n not in frozen
     }
-    extra = extra_of(results[0])
+
+    def with_tables(grads: optax.Updates, rows: Offsets) -> optax.Updates:
+        found = by_rows.gradients(ids, rows)
+        flat = [found.get(n, g) for n, g in enumerate(maps.leaves(grads))]
+        return jax.tree.unflatten(tree, flat)
+
+    args = params, state, (learning, by_rows.offsets), extra_of(value)
 
     def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
-        update = Update.of(tx, arrays, sources, learning, params, state, extra)
+        update = Update.of(tx, arrays, sources, args, with_tables)
         if not two_passes:
             return update.after(backward.run, given)
         update, same, known = update.after_first_pass(backward.run, given)
         return update.after(backward.after(known).run, same)
 
+    new = _tried(updated, arrays, two_passes=two_passes)
+    params, state = host.to_memory_of(new, (params, state))
+    return (value, *aux), params, state
+
+
+def _leaves(
+    names: Sequence[Path],
+    paths: Collection[Path],
+    learning: optax.Params,
+    params: optax.Params,
+) -> tuple[Numbered, Collection[int]]:
+    """The leaves that learn and all stacks, by number; numbers of frozen stacks.
+
+    Raises:
+      TypeError: a leaf that should learn has no gradient.
+    """
+    flat = dict(enumerate(maps.leaves(learning)))
+    learns = {n: p for n, p in flat.items() if maps.has_gradient(p)}
+    for n, p in learns.items():
+        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
+            raise TypeError(
+                f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
+                "gradient: let trainable be False there."
+            )
+    given = enumerate(maps.leaves(params))
+    frozen = {n: p for n, p in given if names[n] in paths and n not in learns}
+    return dict(sorted((learns | frozen).items())), frozen  # As JAX orders them.
+
+
+def _tried(
+    updated: Callable[..., tuple[optax.Params, optax.OptState]],
+    arrays: Collection[Path],
+    *,
+    two_passes: bool,
+) -> tuple[optax.Params, optax.OptState]:
+    """``updated()``; if it mixes layers, an error that says what to do."""
     try:
-        new = updated(two_passes=two_passes)
+        return updated(two_passes=two_passes)
     except MixedSlicesError as error:
         hint = (
             "Leave them out of layers, or take a transformation whose update of a "
@@ -128,8 +167,6 @@ def step(
             f"minimize(layers=...) cannot run this transformation: {error}. The layers "
             f"are those of {min(map(structures.path_str, arrays))!r}{more}. {hint}"
         ) from error.__cause__
-    params, state = host.to_memory_of(new, (params, state))
-    return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
 def _is_taken(updated: Callable[[], object]) -> bool:
