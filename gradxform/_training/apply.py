@@ -137,10 +137,13 @@ def minimize(
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       layers: paths of parameters, or of trees of them, such as ``"decoder/layers"``.
-        They are stacks: one ``jax.lax.scan`` of the loss goes over all of them, as in
-        models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them.
-        The loss may cast and transpose them first. It may also reshape them into groups
-        of layers, for a scan inside of a scan. Then a group counts as one layer. The
+        They are stacks: one ``jax.lax.scan`` of the loss goes over each of them, as in
+        models with ``flax.linen.scan`` or ``flax.nnx.scan``. There may be several
+        scans, as for an encoder and a decoder, also inside of a ``jax.checkpoint``.
+        Nothing else reads the stacks, but for what has no derivative, such as a norm in
+        the aux. The loss may cast and transpose them first. It may also reshape them
+        into groups of layers, for a scan inside of a scan. Then a group counts as one
+        layer. A stack that is not trainable is read layer by layer, and stays. The
         backward pass applies ``tx`` to each layer as soon as its gradient is known, or
         adds it to the sum of :func:`accumulate`. So no array holds the gradients of all
         layers, 1 N: the bytes of the parameters.
@@ -168,11 +171,10 @@ def minimize(
 
     Raises:
       ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
-        parameter, or one that is not trainable; or ``layers`` names one that no single
-        ``scan`` goes over.
-      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
-        ``layers``, as a clip by the norm of all gradients does without ``two_passes``;
-        or there are both ``layers`` and ``tables``.
+        parameter; ``tables`` names one that is not trainable; or ``layers`` names one
+        that no single ``scan`` goes over.
+      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; or it mixes
+        ``layers``, as a clip by the norm of all gradients does without ``two_passes``.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.

@@ -167,6 +167,9 @@ OPTIMIZERS = {
     "novograd": gx.novograd(0.1, stacked_axes=stacked),
     "accumulate": gx.accumulate(optax.adamw(0.01), num_required=2),
     "drop_stale": gx.drop_stale(optax.adamw(0.01), max_staleness=4),
+    "measure_norms": optax.chain(
+        gx.measure_norms(stacked_axes=stacked), optax.sgd(0.1)
+    ),
     "partition": optax.partition(
         {"a": optax.adam(0.01), "b": optax.sgd(0.1)},
         lambda p: {k: "a" if k == "decoder" else "b" for k in p},
@@ -176,7 +179,6 @@ TWO_PASSES = {
     "clip_by_global_norm": gx.clip_by_global_norm(0.1),
     "skip_spikes": gx.skip_spikes(optax.adam(0.01)),
     "apply_if_finite": optax.apply_if_finite(optax.adam(0.01), 2),
-    "measure_norms": optax.chain(gx.measure_norms(), optax.sgd(0.1)),
 }
 
 
