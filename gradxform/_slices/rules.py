@@ -81,9 +81,63 @@ def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     return None
 
 
-def _squeezed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _beside(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """The operation mixes entries along other axes, and may drop these."""
+    del number
+    own = eqn.params[versions.OWN_AXES[eqn.primitive.name]]
+    kept = _without(own if isinstance(own, tuple) else (own,), along)
+    before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
+    return along if kept and len(before) == len(after) else kept
+
+
+def _in_front(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
     del operand, number
-    return _without(eqn.params["dimensions"], along)
+    return along if along.axis < len(shape_of(eqn.invars[0])) - 2 else None
+
+
+def _stacked(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
+    del operand, number
+    return along._replace(axis=along.axis + (eqn.params["axis"] <= along.axis))
+
+
+def _written(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """What is written has entries of each slice."""
+    del operand, number
+    whole, part, *_ = map(shape_of, eqn.invars)
+    return along if whole[along.axis] == part[along.axis] else None
+
+
+def _gathered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """Each slice has its indices, or each index reads whole slices."""
+    del number
+    numbers, axis = eqn.params["dimension_numbers"], along.axis
+    made = range(len(shape_of(eqn.outvars[0])))
+    if operand == 0 and axis in (kept := _window(eqn)):
+        is_whole = eqn.params["slice_sizes"][axis] == shape_of(eqn.invars[0])[axis]
+        axis = numbers.offset_dims[kept.index(axis)]
+        return along._replace(axis=axis) if is_whole else None
+    if operand == 0:
+        if axis not in numbers.operand_batching_dims:
+            return None
+        batch = numbers.operand_batching_dims.index(axis)
+        axis = numbers.start_indices_batching_dims[batch]
+    rest = [a for a in made if a not in numbers.offset_dims]
+    return along._replace(axis=rest[axis]) if axis < len(rest) else None
+
+
+def _window(eqn: JaxprEqn) -> list[int]:
+    """The axes of an array that a ``gather`` keeps; its result has them, too."""
+    numbers = eqn.params["dimension_numbers"]
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    return [a for a in range(len(shape_of(eqn.invars[0]))) if a not in gone]
+
+
+def _scanned(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """A scan over slices, as ``jax.lax.map``, takes none of them to the next one."""
+    del number
+    constants, carry = versions.scan_lengths(eqn)
+    is_alone = operand >= constants and not (carry or along.axis or eqn.effects)
+    return along if is_alone else None
 
 
 def _reduced(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
@@ -128,14 +182,20 @@ def _drawn(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(versions.ELEMENTWISE | versions.SAME_VALUES, _elementwise),
     **dict.fromkeys(versions.REDUCTIONS, _reduced),
+    **dict.fromkeys(versions.OWN_AXES, _beside),
+    **dict.fromkeys(versions.OF_MATRICES, _in_front),
     Op.BROADCAST: _broadcast,
     Op.DOT: _multiplied,
+    Op.DYNAMIC_SLICE: _elementwise,
+    Op.DYNAMIC_UPDATE_SLICE: _written,
+    Op.GATHER: _gathered,
     Op.IOTA: _elementwise,
     Op.PAD: _padded,
     Op.RANDOM_BITS: _drawn,
     Op.RESHAPE: _reshaped,
+    Op.SCAN: _scanned,
     Op.SLICE: _elementwise,  # Where it leaves an axis as it is.
-    Op.SQUEEZE: _squeezed,
+    Op.STACK: _stacked,
     Op.TRANSPOSE: _transposed,
 }
 
@@ -150,9 +210,16 @@ def resized(name: str, eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
     if name not in versions.OF_SHAPE:
         return eqn
-    shape = along.of(shape_of(eqn.outvars[0]), number)
+    shape: Any = along.of(shape_of(eqn.outvars[0]), number)
     if name == Op.RANDOM_BITS:  # The keys have the first axes.
         shape = shape[len(shape_of(eqn.invars[0])) :]
     elif name == Op.SLICE:
         shape = along.of(eqn.params["limit_indices"], number)
+    elif name == Op.SCAN:
+        shape = shape[0]
+    elif name == Op.GATHER:
+        shape, axes = eqn.params["slice_sizes"], eqn.params["dimension_numbers"]
+        if along.axis in axes.offset_dims:
+            axis = _window(eqn)[axes.offset_dims.index(along.axis)]
+            shape = along._replace(axis=axis).of(shape, number)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})
