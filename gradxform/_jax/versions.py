@@ -85,6 +85,8 @@ _OF_MATRICES = """
     cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve
 """
 OF_MATRICES = frozenset(_OF_MATRICES.split())
+_SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
+SCATTERS = frozenset(_SCATTERS.split())
 
 
 def varying_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:

@@ -7,6 +7,7 @@ may mix them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -107,29 +108,37 @@ def _written(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | 
     return along if whole[along.axis] == part[along.axis] else None
 
 
-def _gathered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    """Each slice has its indices, or each index reads whole slices."""
+def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """Each slice has its own indices, or each index reads of all slices."""
     del number
-    numbers, axis = eqn.params["dimension_numbers"], along.axis
-    made = range(len(shape_of(eqn.outvars[0])))
-    if operand == 0 and axis in (kept := _window(eqn)):
-        is_whole = eqn.params["slice_sizes"][axis] == shape_of(eqn.invars[0])[axis]
-        axis = numbers.offset_dims[kept.index(axis)]
-        return along._replace(axis=axis) if is_whole else None
-    if operand == 0:
-        if axis not in numbers.operand_batching_dims:
-            return None
-        batch = numbers.operand_batching_dims.index(axis)
-        axis = numbers.start_indices_batching_dims[batch]
-    rest = [a for a in made if a not in numbers.offset_dims]
-    return along._replace(axis=rest[axis]) if axis < len(rest) else None
+    size = shape_of(eqn.invars[operand])[along.axis]
+    for axis, axes in enumerate(_axes(eqn, eqn.outvars[0])):
+        if axes[operand] == along.axis and shape_of(eqn.outvars[0])[axis] == size:
+            return along._replace(axis=axis)
+    return None
 
 
-def _window(eqn: JaxprEqn) -> list[int]:
-    """The axes of an array that a ``gather`` keeps; its result has them, too."""
-    numbers = eqn.params["dimension_numbers"]
-    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    return [a for a in range(len(shape_of(eqn.invars[0]))) if a not in gone]
+def _scattered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """The same of what is written."""
+    del number
+    whole, _, part = map(shape_of, eqn.invars)
+    for axis, axes in enumerate(_axes(eqn, eqn.invars[2])):
+        is_it = (*axes, axis)[operand] == along.axis
+        if is_it and axes[0] is not None and whole[axes[0]] == part[axis]:
+            return along._replace(axis=axes[0])
+    return None
+
+
+def _axes(eqn: JaxprEqn, part: Any) -> list[tuple[int | None, int | None]]:
+    """For each axis of a part that is read or written, those of array and indices."""
+    window, dropped, _, batch, of_indices, *_ = eqn.params["dimension_numbers"]
+    array = range(len(shape_of(eqn.invars[0])))
+    kept = iter([a for a in array if a not in (*dropped, *batch)])
+    indices, of_array = itertools.count(), dict(zip(of_indices, batch, strict=True))
+    return [
+        (next(kept), None) if a in window else (of_array.get(i := next(indices)), i)
+        for a in range(len(shape_of(part)))
+    ]
 
 
 def _scanned(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
@@ -184,11 +193,12 @@ RULES: dict[str, Rule] = {
     **dict.fromkeys(versions.REDUCTIONS, _reduced),
     **dict.fromkeys(versions.OWN_AXES, _beside),
     **dict.fromkeys(versions.OF_MATRICES, _in_front),
+    **dict.fromkeys(versions.SCATTERS, _scattered),
     Op.BROADCAST: _broadcast,
     Op.DOT: _multiplied,
     Op.DYNAMIC_SLICE: _elementwise,
     Op.DYNAMIC_UPDATE_SLICE: _written,
-    Op.GATHER: _gathered,
+    Op.GATHER: _read,
     Op.IOTA: _elementwise,
     Op.PAD: _padded,
     Op.RANDOM_BITS: _drawn,
@@ -218,8 +228,8 @@ def resized(name: str, eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
     elif name == Op.SCAN:
         shape = shape[0]
     elif name == Op.GATHER:
-        shape, axes = eqn.params["slice_sizes"], eqn.params["dimension_numbers"]
-        if along.axis in axes.offset_dims:
-            axis = _window(eqn)[axes.offset_dims.index(along.axis)]
+        axis, index = _axes(eqn, eqn.outvars[0])[along.axis]
+        shape = eqn.params["slice_sizes"]
+        if axis is not None and index is None:
             shape = along._replace(axis=axis).of(shape, number)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})

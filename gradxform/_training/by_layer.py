@@ -70,6 +70,7 @@ class Update:
       given: the numbers of the program's arguments.
       replaced: the numbers of its results, which are parameters and state.
       kinds: of the leaves that have layers.
+      lacking: the error of each leaf that has none, though it is the state of a stack.
       first: the number of the first gradient.
       results: those of equations that a first pass has found out.
     """
@@ -80,6 +81,7 @@ class Update:
     given: list[int]
     replaced: list[int]
     kinds: dict[int, Kind]
+    lacking: dict[int, MixedSlicesError]
     first: int
     results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
@@ -108,7 +110,7 @@ class Update:
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
         states = States(_policy(), arrays, tx.init, params, hints=_HINTS)
-        kinds = states.of_step(params, state, learning, extra)
+        kinds, lacking = states.of_step(params, state, learning, extra)
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
             x
@@ -145,7 +147,7 @@ class Update:
             raise MixedSlicesError(
                 "its update has an io_callback, one call for a layer"
             )
-        return cls([*arrays], program, leaves, given, replaced, along, first)
+        return cls([*arrays], program, leaves, given, replaced, along, lacking, first)
 
     @property
     def wholes(self) -> Numbered:
@@ -175,6 +177,9 @@ class Update:
     def new_leaves(self, args: Numbered, reason: str, *, with_layers: bool) -> Numbered:
         """New leaves that have layers, or those that have none."""
         results = self.run(args, reason)
+        for n, error in self.lacking.items():
+            if isinstance(results[n], Missing):
+                raise error
         numbers = [n for n in results if (n in self.kinds) == with_layers]
         arrays = self._evaluator().arrays(
             [results[n] for n in numbers], [self.kinds.get(n) for n in numbers]
