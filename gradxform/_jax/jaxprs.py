@@ -32,13 +32,15 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any
     """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     advance(jaxpr.eqns, env, rule)
-    types: list[Any] = [x.aval for x in jaxpr.outvars]
-    return [
-        jnp.asarray(x, None if t.weak_type else t.dtype)
-        if isinstance(x, _CONSTANT)
-        else x
-        for x, t in zip(read(env, jaxpr.outvars), types, strict=True)
-    ]
+    return list(map(as_array, read(env, jaxpr.outvars), jaxpr.outvars))
+
+
+def as_array(x: Any, of_type: Var | Literal) -> Any:
+    """A number as an array of a variable's type; everything else as it is."""
+    t: Any = of_type.aval
+    if not isinstance(x, _CONSTANT):
+        return x
+    return jnp.asarray(x, None if t.weak_type else t.dtype)
 
 
 def advance(

@@ -21,8 +21,10 @@ class Op(enum.StrEnum):
     COND = "cond"
     COPY = "copy"
     CUSTOM_JVP = "custom_jvp_call"
+    CUSTOM_VJP = "custom_vjp_call"
     DOT = "dot_general"
     DYNAMIC_SLICE = "dynamic_slice"
+    DYNAMIC_UPDATE_SLICE = "dynamic_update_slice"
     GATHER = "gather"
     IOTA = "iota"
     JIT = "jit"
@@ -34,10 +36,11 @@ class Op(enum.StrEnum):
     RESHARD = "reshard"
     SCAN = "scan"
     SLICE = "slice"
-    SQUEEZE = "squeeze"
+    STACK = "stack"
     STOP_GRADIENT = "stop_gradient"
     TRANSPOSE = "transpose"
     UNSTACK = "unstack"  # From JAX 0.12 on.
+    WHILE = "while"
 
 
 # These keep the values of an array, and make no copy by themselves.
@@ -46,7 +49,10 @@ SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
 MAKES = frozenset({Op.BROADCAST, Op.IOTA, Op.RANDOM_BITS})
 # The shape of their result is one of their parameters.
 OF_SHAPE = dict.fromkeys(map(str, MAKES), "shape") | {
+    "dynamic_slice": "slice_sizes",
+    "gather": "slice_sizes",
     "reshape": "new_sizes",
+    "scan": "length",
     "slice": "limit_indices",
 }
 # Operations for which each entry of a result depends on the same entry of each operand,
@@ -66,6 +72,21 @@ ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 # These have the parameter `axes`, and a result also if there are no entries.
 _REDUCTIONS = "and max min or prod sum xor"
 REDUCTIONS = frozenset(f"reduce_{name}" for name in _REDUCTIONS.split())
+# These mix entries along some axes, which are this parameter. Some drop these axes.
+_OWN_AXES = {
+    "axes": "argmax argmin",
+    "axis": "cumlogsumexp cummax cummin cumprod cumsum split top_k unstack",
+    "dimension": "concatenate sort",
+    "dimensions": "reduce rev squeeze",
+}
+OWN_AXES = {op: key for key, ops in _OWN_AXES.items() for op in ops.split()}
+# Operations on matrices, which are the last two axes; axes in front are a batch.
+_OF_MATRICES = """
+    cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve
+"""
+OF_MATRICES = frozenset(_OF_MATRICES.split())
+_SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
+SCATTERS = frozenset(_SCATTERS.split())
 
 
 def varying_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:

@@ -117,11 +117,14 @@ def lazy(
         whole = maps.masked_like(updates, updates if params is None else params)
         states = States(rows.policy, rows.arrays(), inner.init, whole, _NOT_BY_ROW)
         try:
+            kinds, lacking = states.of_step(updates, state, params, extra)
+            for error in lacking.values():
+                raise error
             # U_r, S_r ← inner(G_r, S_r, W_r)
             new_updates, new_state = rows.run(
                 lambda g, s, p, extra: inner.update(g, s, p, **extra),
                 (updates, state, params, extra),
-                states.of_step(updates, state, params, extra),
+                kinds,
             )
             before: Any = maps.structure(state)
             if before != maps.structure(new_state):

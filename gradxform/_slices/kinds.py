@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import optax
@@ -73,6 +73,10 @@ def of_leaves(arrays: Mapping[Path, Whole], tree: PyTree[Leaf]) -> list[Kind | N
     return [kind(path, x) for path, x in maps.leaves_with_path(tree)]
 
 
+# The slices of leaves of a state, or that they have none.
+Found: TypeAlias = dict[Path, Kind | MixedSlicesError]
+
+
 class States(NamedTuple):
     """Finds the slices of a state.
 
@@ -98,20 +102,23 @@ class States(NamedTuple):
         state: optax.OptState,
         other: PyTree[Leaf],
         extra: Mapping[str, object],
-    ) -> list[Kind | None]:
+    ) -> tuple[list[Kind | None], dict[int, MixedSlicesError]]:
         """The slices of the leaves of a step: two trees like parameters, and others.
 
-        An extra argument has slices if it is a tree like the parameters, too.
+        An extra argument has slices if it is a tree like the parameters, too. A leaf of
+        an array's state may have none, whatever its shape. The errors, by the numbers
+        of such leaves, are for those that the step changes by the array's slices.
         """
-        kinds = of_leaves(self.arrays, tree) + self.of(state)
+        kinds = [*of_leaves(self.arrays, tree), *self.of(state)]
         kinds += of_leaves(self.arrays, other)
         for _, x in sorted(extra.items()):
             arrays = self.arrays if maps.is_like(x, tree) else {}
             kinds += of_leaves(arrays, x)
-        return kinds
+        lacking = {n: x for n, x in enumerate(kinds) if isinstance(x, Exception)}
+        return [None if isinstance(x, Exception) else x for x in kinds], lacking
 
-    def of(self, state: optax.OptState) -> list[Kind | None]:
-        """The slices of each leaf of a state.
+    def of(self, state: optax.OptState) -> list[Kind | MixedSlicesError | None]:
+        """The slices of each leaf of a state, or that it has none.
 
         Raises:
           MixedSlicesError: an array has no slice in it for each of its slices.
@@ -150,7 +157,7 @@ class States(NamedTuple):
         state: optax.OptState,
         owned: Mapping[Path, Path],
         changed: Collection[Path],
-    ) -> dict[Path, Kind]:
+    ) -> Found:
         """The slices of leaves that belong to some arrays, by their paths."""
         first: MixedSlicesError | None = None
         sizes = [self.arrays[path].sizes() for path in changed]
@@ -207,31 +214,40 @@ class States(NamedTuple):
         owned: Mapping[Path, Path],
         shapes: Mapping[Path, Shape],
         new: Mapping[Path, int],
-    ) -> dict[Path, Kind]:
+    ) -> Found:
         """The slices of leaves, from their shapes for other sizes."""
-        found: dict[Path, Kind] = {}
+        found: Found = {}
         paths = (path for path, _ in maps.leaves_with_path(state))
         fields = dict(zip(paths, maps.fields(state), strict=True))
         for path, x in jax.tree.leaves_with_path(state):
-            shape, kind = shape_of(x), None
-            owner = owned.get(path)
+            (shape, other), kind = (shape_of(x), shapes[path]), None
+            owner, array = owned.get(path), None
             if owner is not None and owner in new:
-                kind = _differing(self.arrays[owner], shape, shapes[path], new[owner])
-            elif shape == shapes[path]:
+                array = self.arrays[owner]
+                kind = _differing(array, shape, other, new[owner])
+            elif shape == other:
                 continue
             names = [field.partition(".")[0] for field in fields[path]]
             names = [name for name in names if name in self.refused] or names
             reason = self.refused.get("".join(names[:1]))
-            if reason or kind is None:
-                where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
-                one, whole = self.policy.slice, self.policy.whole
-                hint = "".join(self.hints.get(name, "") for name in names[:1])
-                reason = reason or f"has no {one} for each {one} of the {whole}{hint}"
-                raise MixedSlicesError(
-                    f"the state {where}, of shape {list(shape)}, {reason}"
-                )
-            found[path] = kind
+            if not reason and kind is not None:
+                found[path] = kind
+                continue
+            where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
+            one, whole = self.policy.slice, self.policy.whole
+            hint = "".join(self.hints.get(name, "") for name in names[:1])
+            lacks = reason or f"has no {one} for each {one} of the {whole}{hint}"
+            found[path] = error = MixedSlicesError(
+                f"the state {where}, of shape {list(shape)}, {lacks}"
+            )
+            if reason or array is None or shape != other or _may_have(array, shape):
+                raise error
         return found
+
+
+def _may_have(whole: Whole, shape: Shape) -> bool:
+    """Whether there may be slices in a shape that is the same for another size."""
+    return whole.source.number > 1 and whole.size in shape
 
 
 def _differing(whole: Whole, shape: Shape, other: Shape, size: int) -> Kind | None:

@@ -7,6 +7,7 @@ may mix them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -81,9 +82,71 @@ def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     return None
 
 
-def _squeezed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _beside(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """The operation mixes entries along other axes, and may drop these."""
+    del number
+    own = eqn.params[versions.OWN_AXES[eqn.primitive.name]]
+    kept = _without(own if isinstance(own, tuple) else (own,), along)
+    before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
+    return along if kept and len(before) == len(after) else kept
+
+
+def _in_front(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
     del operand, number
-    return _without(eqn.params["dimensions"], along)
+    return along if along.axis < len(shape_of(eqn.invars[0])) - 2 else None
+
+
+def _stacked(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
+    del operand, number
+    return along._replace(axis=along.axis + (eqn.params["axis"] <= along.axis))
+
+
+def _written(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """What is written has entries of each slice."""
+    del operand, number
+    whole, part, *_ = map(shape_of, eqn.invars)
+    return along if whole[along.axis] == part[along.axis] else None
+
+
+def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """Each slice has its own indices, or each index reads of all slices."""
+    del number
+    size = shape_of(eqn.invars[operand])[along.axis]
+    for axis, axes in enumerate(_axes(eqn, eqn.outvars[0])):
+        if axes[operand] == along.axis and shape_of(eqn.outvars[0])[axis] == size:
+            return along._replace(axis=axis)
+    return None
+
+
+def _scattered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """The same of what is written."""
+    del number
+    whole, _, part = map(shape_of, eqn.invars)
+    for axis, axes in enumerate(_axes(eqn, eqn.invars[2])):
+        is_it = (*axes, axis)[operand] == along.axis
+        if is_it and axes[0] is not None and whole[axes[0]] == part[axis]:
+            return along._replace(axis=axes[0])
+    return None
+
+
+def _axes(eqn: JaxprEqn, part: Any) -> list[tuple[int | None, int | None]]:
+    """For each axis of a part that is read or written, those of array and indices."""
+    window, dropped, _, batch, of_indices, *_ = eqn.params["dimension_numbers"]
+    array = range(len(shape_of(eqn.invars[0])))
+    kept = iter([a for a in array if a not in (*dropped, *batch)])
+    indices, of_array = itertools.count(), dict(zip(of_indices, batch, strict=True))
+    return [
+        (next(kept), None) if a in window else (of_array.get(i := next(indices)), i)
+        for a in range(len(shape_of(part)))
+    ]
+
+
+def _scanned(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """A scan over slices, as ``jax.lax.map``, takes none of them to the next one."""
+    del number
+    constants, carry = versions.scan_lengths(eqn)
+    is_alone = operand >= constants and not (carry or along.axis or eqn.effects)
+    return along if is_alone else None
 
 
 def _reduced(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
@@ -128,14 +191,21 @@ def _drawn(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(versions.ELEMENTWISE | versions.SAME_VALUES, _elementwise),
     **dict.fromkeys(versions.REDUCTIONS, _reduced),
+    **dict.fromkeys(versions.OWN_AXES, _beside),
+    **dict.fromkeys(versions.OF_MATRICES, _in_front),
+    **dict.fromkeys(versions.SCATTERS, _scattered),
     Op.BROADCAST: _broadcast,
     Op.DOT: _multiplied,
+    Op.DYNAMIC_SLICE: _elementwise,
+    Op.DYNAMIC_UPDATE_SLICE: _written,
+    Op.GATHER: _read,
     Op.IOTA: _elementwise,
     Op.PAD: _padded,
     Op.RANDOM_BITS: _drawn,
     Op.RESHAPE: _reshaped,
+    Op.SCAN: _scanned,
     Op.SLICE: _elementwise,  # Where it leaves an axis as it is.
-    Op.SQUEEZE: _squeezed,
+    Op.STACK: _stacked,
     Op.TRANSPOSE: _transposed,
 }
 
@@ -150,9 +220,16 @@ def resized(name: str, eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
     if name not in versions.OF_SHAPE:
         return eqn
-    shape = along.of(shape_of(eqn.outvars[0]), number)
+    shape: Any = along.of(shape_of(eqn.outvars[0]), number)
     if name == Op.RANDOM_BITS:  # The keys have the first axes.
         shape = shape[len(shape_of(eqn.invars[0])) :]
     elif name == Op.SLICE:
         shape = along.of(eqn.params["limit_indices"], number)
+    elif name == Op.SCAN:
+        shape = shape[0]
+    elif name == Op.GATHER:
+        axis, index = _axes(eqn, eqn.outvars[0])[along.axis]
+        shape = eqn.params["slice_sizes"]
+        if axis is not None and index is None:
+            shape = along._replace(axis=axis).of(shape, number)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
@@ -25,7 +26,7 @@ import numpy as np
 from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
-from gradxform._numbers import norms
+from gradxform._numbers import arithmetic, norms
 from gradxform._slices.rules import RULES, Along, is_made, resized, shape_of
 from gradxform._trees import maps
 from gradxform._trees.types import Path, PyTree
@@ -206,13 +207,15 @@ class Evaluator:
         """
         return list(map(self._array, values, kinds))
 
-    def _array(self, x: Value, kind: Kind | None) -> jax.Array:
+    def _array(
+        self, x: Value, kind: Kind | None, eqn: JaxprEqn | None = None
+    ) -> jax.Array:
         if isinstance(x, Missing):
             raise MixedSlicesError(x.reason)
         if kind is not None:
-            return self._sliced(x, kind)
+            return self._sliced(x, kind, eqn)
         if isinstance(x, Slices) and not x.kind.source.is_whole:
-            self._mixes()
+            self._mixes(eqn)
         return self._whole(x)
 
     def apply(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
@@ -360,12 +363,137 @@ class Evaluator:
     def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return self._inside(eqn).results(eqn.params["jaxpr"], inputs)
 
+    def _checkpoint(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        return jaxprs.run(eqn.params["jaxpr"], inputs, self._inside(eqn).apply)
+
+    def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of a scan. It goes over slices, or each step has all of them."""
+        num_consts, num_carry = versions.scan_lengths(eqn)
+        consts, start = inputs[:num_consts], num_consts + num_carry
+        xs = [x if isinstance(x, _READ) else self._whole(x) for x in inputs[start:]]
+        if any(isinstance(x, Slices) and not x.kind.along.axis for x in xs):
+            if missing := _missing(inputs):
+                return [missing[0].used(eqn)] * len(eqn.outvars)
+            return self._of_slices(eqn.primitive.name, inputs, eqn)
+        inside, body = self._inside(eqn)._traced(), eqn.params["jaxpr"]
+        each = [_moved(x, -1) for x in xs]
+
+        def step(carry: list[Value], given: dict[int, jax.Array]) -> list[Value]:
+            return inside.results(body, [*consts, *carry, *_filled(each, given)])
+
+        def scan(f: Callable[..., Any], init: dict[int, jax.Array]) -> Any:
+            how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
+            return jax.lax.scan(f, init, _given(xs), **how)
+
+        def traced(carry: list[Value]) -> list[Value]:
+            made: list[list[Value]] = []
+
+            def f(given: dict[int, jax.Array], x: dict[int, jax.Array]) -> Any:
+                made.append(step(_filled(carry, given), x))
+                return given, None
+
+            jax.eval_shape(functools.partial(scan, f), _given(carry))
+            return made[-1]
+
+        carry, made = self._settled(eqn, inputs[num_consts:start], traced)
+        ys = {k: x for k, x in enumerate(made) if k >= num_carry}
+        there = [k for k, y in ys.items() if not isinstance(y, Missing)]
+
+        def f(given: dict[int, jax.Array], x: dict[int, jax.Array]) -> Any:
+            results = step(_filled(carry, given), x)
+            new = {k: inside._array(results[k], _kind(carry[k]), eqn) for k in given}
+            return new, {k: inside._array(results[k], _kind(ys[k])) for k in there}
+
+        last, given = scan(f, _given(carry))
+        return _filled(carry, last) + [
+            _moved(_like(given.get(k), y), 1) for k, y in ys.items()
+        ]
+
+    def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of a loop, which slices leave one by one if it is a vmapped one.
+
+        Those that have left it stay as they are.
+        """
+        ends, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+        num_ends, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        start = num_ends + num_body
+        inside, (pred_type,) = self._inside(eqn)._traced(), ends.out_avals
+        goes_on = jax.make_jaxpr(jnp.any)(pred_type)
+        chosen = jax.make_jaxpr(
+            lambda pred, new, old: [
+                jnp.where(arithmetic.expand(pred, x), x, y)
+                for x, y in zip(new, old, strict=True)
+            ]
+        )(pred_type, body.out_avals, body.out_avals)
+
+        def predicate(carry: list[Value]) -> Value:
+            return inside.results(ends, [*inputs[:num_ends], *carry])[0]
+
+        def step(carry: list[Value]) -> list[Value]:
+            new = inside.results(body, [*inputs[num_ends:start], *carry])
+            if not pred_type.shape:
+                return new
+            return inside.results(chosen, [predicate(carry), *new, *carry])
+
+        def traced(carry: list[Value]) -> list[Value]:
+            made: list[list[Value]] = []
+            jax.eval_shape(
+                lambda given: made.append(step(_filled(carry, given))), _given(carry)
+            )
+            return made[-1]
+
+        carry, _ = self._settled(eqn, inputs[start:], traced)
+
+        def cond(given: dict[int, jax.Array]) -> jax.Array:
+            pred = predicate(_filled(carry, given))
+            if isinstance(pred, Slices):  # Each ends by itself: no other one counts.
+                source = pred.kind.source._replace(is_whole=True)
+                pred = Slices(pred.array, pred.kind._replace(source=source))
+            return inside.arrays(inside.results(goes_on, [pred]), [None])[0]
+
+        def f(given: dict[int, jax.Array]) -> dict[int, jax.Array]:
+            new = step(_filled(carry, given))
+            return {k: inside._array(new[k], _kind(carry[k]), eqn) for k in given}
+
+        return _filled(carry, jax.lax.while_loop(cond, f, _given(carry)))
+
+    def _settled(
+        self,
+        eqn: JaxprEqn,
+        carry: list[Value],
+        traced: Callable[[list[Value]], list[Value]],
+    ) -> tuple[list[Value], list[Value]]:
+        """The first carry of a loop, like the carry that its steps give.
+
+        ``traced`` has the results of a step. Those of the last one are returned, too.
+        """
+        carry = list(map(jaxprs.as_array, carry, eqn.outvars))
+        while True:
+            pairs = list(zip(carry, made := traced(carry), strict=False))
+            new = [self._carried(x, y, eqn) for x, y in pairs]
+            if all(map(operator.is_, new, carry)):
+                new = [
+                    self._whole(x) if isinstance(x, _UNREAD) and x is not y else x
+                    for x, y in pairs
+                ]
+            if all(map(operator.is_, new, carry)):
+                return carry, made
+            carry = new
+
+    def _carried(self, x: Value, y: Value, eqn: JaxprEqn) -> Value:
+        """A carry like the one that a step gives for it."""
+        if isinstance(x, _READ) and not isinstance(y, Missing):
+            return x
+        if isinstance(y, Slices):
+            return Slices(self._sliced(x, y.kind, eqn), y.kind)
+        return y if isinstance(y, Missing) and not isinstance(x, Missing) else x
+
     def _barrier(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Each result is one of the inputs."""
         given = _given(inputs)
         after = versions.evaluate(eqn, list(given.values())) if given else []
         new = dict(zip(given, after, strict=True))
-        return [_like(new.get(k), x) for k, x in enumerate(inputs)]
+        return _filled(inputs, new)
 
     def _cond(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a conditional; one is missing if it is in any branch."""
@@ -383,8 +511,8 @@ class Evaluator:
             return [index.used(eqn)] * len(eqn.outvars)
 
         def results(n: int, given: dict[int, jax.Array]) -> list[Value]:
-            values = [_like(given.get(i), x) for i, x in enumerate(operands)]
-            return insides[n]._traced().results(branches[n], values)
+            inside = insides[n]._traced()
+            return inside.results(branches[n], _filled(operands, given))
 
         return self._switch(index, len(branches), results, _given(operands))
 
@@ -460,7 +588,7 @@ class Evaluator:
         self, x: Value, operand: int, eqn: JaxprEqn, inputs: list[Value]
     ) -> Value:
         """An operand of a function: if it is not made yet, like one with slices."""
-        if not isinstance(x, (Constant, Deferred)):
+        if not isinstance(x, _UNREAD):
             return x
         for other, var in zip(inputs, eqn.invars, strict=True):
             is_alike = shape_of(var) == shape_of(eqn.invars[operand])
@@ -472,11 +600,16 @@ class Evaluator:
 # These run programs inside, and some of their results need only some of their inputs.
 _CALLS: dict[str, Callable[[Evaluator, JaxprEqn, list[Value]], list[Value]]] = {
     Op.BARRIER: Evaluator._barrier,
+    Op.CHECKPOINT: Evaluator._checkpoint,
     Op.COND: Evaluator._cond,
     Op.CUSTOM_JVP: Evaluator._custom_jvp,
+    Op.CUSTOM_VJP: Evaluator._custom_jvp,  # The derivative of its rule is refused.
     Op.JIT: Evaluator._jit,
+    Op.SCAN: Evaluator._scan,
+    Op.WHILE: Evaluator._while,
 }
-_SPECIAL = Slices, Constant, Deferred, Missing
+_READ, _UNREAD = (Slices, Missing), (Constant, Deferred)
+_SPECIAL = *_READ, *_UNREAD
 
 
 def _missing(values: Iterable[Value]) -> list[Missing]:
@@ -496,12 +629,25 @@ def _like(array: jax.Array | None, old: Value) -> Value:
     return old if array is None else _of_kind(array, _kind(old))
 
 
+def _filled(values: Sequence[Value], given: dict[int, jax.Array]) -> list[Value]:
+    """The same values with these arrays, by position."""
+    return [_like(given.get(k), x) for k, x in enumerate(values)]
+
+
+def _moved(x: Value, by: int) -> Value:
+    """A value whose axes begin earlier or later."""
+    if not isinstance(x, Slices):
+        return x
+    (axis, entries), source = x.kind.along, x.kind.source
+    return Slices(x.array, Kind(source, Along(axis + by, entries)))
+
+
 def _given(values: Sequence[Value]) -> dict[int, jax.Array]:
     """The arrays among values, by position; of an array with slices those."""
     return {
         k: x.array if isinstance(x, Slices) else x
         for k, x in enumerate(values)
-        if not isinstance(x, (Constant, Deferred, Missing))
+        if not isinstance(x, (*_UNREAD, Missing))
     }
 
 
@@ -516,7 +662,7 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
 
     An array of its shape that is there already would have to be cut.
     """
-    shape = shape_of(eqn.outvars[0]) if eqn.outvars else ()
+    shape = shape_of(eqn.outvars[0]) if len(eqn.outvars) == 1 else ()
     if not shape or name not in RULES or name in versions.MAKES:
         return bool(shape) and name in versions.MAKES
     deferred = [isinstance(x, Deferred) for x in inputs]

@@ -82,6 +82,7 @@ class Update:
       replaced: the numbers of its results, which are parameters and state.
       kinds: of the leaves that have layers.
       sources: those of each scan's layers.
+      lacking: the error of each leaf that has none, though it is the state of a stack.
       first: the number of the first gradient.
       results: those of equations that a first pass has found out.
     """
@@ -93,6 +94,7 @@ class Update:
     replaced: list[int]
     kinds: dict[int, Kind]
     sources: list[Source]
+    lacking: dict[int, MixedSlicesError]
     first: int
     results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
@@ -130,7 +132,7 @@ class Update:
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
         made_for = _made_for(tx, learning, params, state)
         states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
-        kinds = states.of_step(params, state, learning, extra)
+        kinds, lacking = states.of_step(params, state, learning, extra)
         end = first + len(maps.leaves(learning))
         grads = range(first, end + len(jax.tree.leaves(rows)))
         kinds[end:end] = [None] * (grads.stop - end)  # Rows have no layers.
@@ -169,7 +171,17 @@ class Update:
             raise MixedSlicesError(
                 "its update has an io_callback, one call for a layer"
             )
-        return cls([*arrays], program, leaves, given, replaced, along, sources, first)
+        return cls(
+            [*arrays],
+            program,
+            leaves,
+            given,
+            replaced,
+            along,
+            sources,
+            lacking,
+            first,
+        )
 
     @property
     def wholes(self) -> list[Numbered]:
@@ -207,6 +219,9 @@ class Update:
     ) -> Numbered:
         """New leaves that have layers of this source; for None those without layers."""
         results = self.run(args, reason)
+        for n, error in self.lacking.items():
+            if isinstance(results[n], Missing):
+                raise error
         numbers = [n for n in results if self._source(n) == source]
         arrays = self._evaluator().arrays(
             [results[n] for n in numbers], [self.kinds.get(n) for n in numbers]

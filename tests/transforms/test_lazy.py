@@ -612,6 +612,24 @@ ALONE = {
     "height": lambda x: x / len(x) + x.size,
     "transposed": lambda x: (2 * x.T - jnp.max(x.T, axis=0)).T,
     "outer": lambda x: x * (jnp.ones((len(x), 1)) * jnp.ones((1, 3))).astype(x.dtype),
+    "custom_vjp": with_its_own_gradient,
+    "checkpoint": jax.checkpoint(lambda x: x * jnp.cumsum(x, axis=1)),
+    "order": lambda x: x[:, ::-1] + jnp.sort(x, axis=1) - jnp.median(x, 1)[:, None],
+    "largest": lambda x: x * (x >= jax.lax.top_k(x, 1)[0])[:, ::-1],
+    "reads": lambda x: jax.vmap(lambda row: row[jnp.argsort(-row)])(x) + x[:, [0]],
+    "writes": lambda x: x.at[:, -1].add(1).at[:, :1].set(jnp.zeros_like(x[:, :1])),
+    "joined": lambda x: jnp.concatenate([x, 2 * x], 1).reshape(*x.shape, 2).sum(2),
+    "scan of rows": lambda x: jax.lax.map(lambda row: 2 * row, x),
+    "scan": lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), 0 * x[:, 0], x.T)[1].T,
+    "fori_loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, y: jnp.sin(y) + i, x),
+    "while of rows": jax.vmap(
+        lambda row: jax.lax.while_loop(
+            lambda c: jnp.sum(c * c) < 9, lambda c: c + jnp.sign(c + 0.001), row
+        )
+    ),
+    "factors": lambda x: (
+        x * jnp.linalg.qr(x.astype("f4")[..., None])[1][..., 0].astype(x.dtype)
+    ),
 }
 # With a number from all rows.
 TOGETHER = {
@@ -626,20 +644,28 @@ TOGETHER = {
     "cond": lambda x: jax.lax.cond(entries(x) > 0, jnp.sin, lambda x: x * x, x),
     "dot": lambda x: x * jnp.einsum("ij,ij->", x, x),
     "transposed mean": lambda x: (x.T - x.T.mean(axis=1, keepdims=True)).T,
+    "while": lambda x: jax.lax.while_loop(
+        lambda c: jnp.sum(c) < 9, lambda c: c + 1 + x * x, x
+    ),
+    "means in a loop": lambda x: jax.lax.fori_loop(
+        0, 3, lambda _, y: jnp.sin(2 * y) - jnp.mean(y, axis=0), x
+    ),
 }
 # By the name of the operation, or by what it does.
 UNKNOWN = {
     "scan": lambda x: x * jax.lax.scan(lambda c, r: (c + r.sum(), None), 0.0, x)[0],
-    "scan of rows": lambda x: jax.lax.map(lambda row: 2 * row, x),
-    "while": lambda x: jax.lax.while_loop(
-        lambda c: jnp.sum(c) < 9, lambda c: c + jnp.exp(x), x
-    ),
-    "scan by fori_loop": lambda x: jax.lax.fori_loop(
+    "dynamic_slice in fori_loop": lambda x: jax.lax.fori_loop(
         0, len(x), lambda i, y: y + x[i].sum(), x
     ),
-    "remat2": jax.checkpoint(lambda x: x * jnp.cumsum(x, axis=0)),
+    "cumsum in checkpoint": jax.checkpoint(lambda x: x * jnp.cumsum(x, axis=0)),
+    "scan of transposed": lambda x: jax.lax.fori_loop(
+        0, 2, lambda _, y: y.T, x[:, :1] * jnp.ones((1, len(x)), x.dtype)
+    )[:, :3],
+    "gather": lambda x: x[jnp.arange(len(x))[::-1]],
+    "dynamic_update_slice": lambda x: jax.lax.dynamic_update_slice(
+        x, jnp.ones_like(x, shape=(1, x.shape[1])), (0, 0)
+    ),
     "composite": jax.lax.composite(lambda x: x * jnp.cumsum(x, axis=0), name="of.mine"),
-    "custom_vjp_call": with_its_own_gradient,
     "pure_callback": lambda x: from_host(lambda x: np.asarray(x)[::-1], x, x.shape),
     "pure_callback to a number": lambda x: (
         x * from_host(lambda x: x.dtype.type(len(x)), x, ())
@@ -841,6 +867,9 @@ DERIVATIVES = {
     "cond": lambda x: jax.lax.cond(entries(x) > -9, rounded, jnp.sin, x),
     "twice": lambda x: jax.nn.softplus(rounded(x)) * jnp.logaddexp(x, -x),
     "sum": lambda x: rounded(x) * entries(jax.nn.relu(x)),
+    "scan": lambda x: ALONE["scan"](rounded(x)) * x,
+    "fori_loop": lambda x: ALONE["fori_loop"](jax.nn.relu(x)),
+    "order": lambda x: ALONE["order"](x) * ALONE["reads"](x),
 }
 
 
@@ -872,6 +901,14 @@ def test_a_derivative_that_mixes_rows_is_refused():
     assert total(jnp.ones((2, 2))) == 8
     with pytest.raises(TypeError, match="may mix rows, by 'cumsum'"):
         jax.grad(total)(jnp.ones((2, 2)))
+
+
+def test_a_derivative_that_is_not_known_is_refused():
+    by_row, _ = both(with_its_own_gradient)
+    values = jnp.ones((2, 2))
+    for derive in jax.grad, jax.jacfwd:
+        with pytest.raises(TypeError, match=r"jvp|may mix rows, by 'custom_lin'"):
+            derive(lambda x: jnp.sum(by_row(jnp.array([4, 2]), x)))(values)
 
 
 def test_a_reshape_across_rows_is_refused():
