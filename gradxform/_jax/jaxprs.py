@@ -1,9 +1,10 @@
-"""Reads jaxprs: evaluates one by a rule, or replaces equations in it."""
+"""Reads jaxprs: evaluates one by a rule, divides it, or replaces equations in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -134,6 +135,11 @@ def among(atoms: Sequence[Var | Literal], variables: Collection[Var]) -> dict[in
     return {k: x for k, x in found if is_variable(x) and x in variables}
 
 
+def name_of(eqn: JaxprEqn) -> str:
+    """The name of an equation's operation."""
+    return eqn.primitive.name
+
+
 def is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")
 
@@ -141,3 +147,55 @@ def is_variable(x: Var | Literal) -> TypeGuard[Var]:
 def _is_real(x: Var) -> bool:
     aval: Any = x.aval
     return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+class Part(NamedTuple):
+    """Equations that follow each other.
+
+    Attributes:
+      eqns: they.
+      reads: the variables that they read and do not compute.
+      makes: the variables that they compute, and that others read.
+    """
+
+    eqns: list[JaxprEqn]
+    reads: list[Var]
+    makes: list[Var]
+
+    @classmethod
+    def of(cls, eqns: list[JaxprEqn], others: Iterable[Var]) -> Part:
+        """The part with these equations; ``others`` are what others read."""
+        computed = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
+        reads = [x for x in variables_read(eqns) if x not in computed]
+        others = set(others)
+        return cls(eqns, reads, [x for x in computed if x in others])
+
+    def results(self, values: Sequence[Any]) -> list[jax.Array]:
+        """The values of what it makes, from those of what it reads."""
+        env = dict(zip(self.reads, values, strict=True))
+        advance(self.eqns, env)
+        return read(env, self.makes)
+
+
+def divided(
+    eqns: Sequence[JaxprEqn],
+    results: Sequence[Var | Literal],
+    is_alone: Callable[[JaxprEqn], bool],
+) -> list[Part | JaxprEqn]:
+    """Some equations alone, and those between them as parts.
+
+    ``results`` are what others read after all of them.
+    """
+    parts: list[Part | JaxprEqn] = []
+    later = set(filter(is_variable, results))
+    for alone, backwards in itertools.groupby(reversed(eqns), is_alone):
+        group = list(backwards)
+        parts += group if alone else [Part.of(group[::-1], later)]
+        later.update(variables_read(group))
+    return parts[::-1]
+
+
+def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
+    """The variables that equations read, each once."""
+    read = (x for eqn in eqns for x in eqn.invars)
+    return [*dict.fromkeys(filter(is_variable, read))]

@@ -9,7 +9,8 @@ rows stay summed: the next transformation finds nothing to do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -169,14 +170,19 @@ def raise_if_refused(error: Exception, message: str, params: optax.Params) -> No
         raise RowSparseError(message.format(", ".join(names))) from error
 
 
-def explain(error: Exception, updates: optax.Updates) -> None:
+@contextlib.contextmanager
+def explained(updates: optax.Updates) -> Iterator[None]:
     """Says that row-sparse updates may have made a transformation fail.
 
     Raises:
       RowSparseError: it has refused them. To any other error it adds a note.
     """
-    is_known = isinstance(error, RowSparseError)
-    if is_known or not any(map(is_sparse, maps.leaves(updates))):
-        return
-    raise_if_refused(error, indexed_slices.HINT, ())
-    error.add_note(f"This may be the reason: {indexed_slices.HINT}")
+    try:
+        yield
+    except RowSparseError:
+        raise
+    except Exception as error:
+        if any(map(is_sparse, maps.leaves(updates))):
+            raise_if_refused(error, indexed_slices.HINT, ())
+            error.add_note(f"This may be the reason: {indexed_slices.HINT}")
+        raise

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradxform._jax import versions
+from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
 from gradxform._trees.types import Shape
 
@@ -85,7 +85,7 @@ def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
 def _beside(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
     """The operation mixes entries along other axes, and may drop these."""
     del number
-    own = eqn.params[versions.OWN_AXES[eqn.primitive.name]]
+    own = eqn.params[versions.OWN_AXES[jaxprs.name_of(eqn)]]
     kept = _without(own if isinstance(own, tuple) else (own,), along)
     before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     return along if kept and len(before) == len(after) else kept

@@ -374,7 +374,7 @@ class Evaluator:
         if any(isinstance(x, Slices) and not x.kind.along.axis for x in xs):
             if missing := _missing(inputs):
                 return [missing[0].used(eqn)] * len(eqn.outvars)
-            return self._of_slices(eqn.primitive.name, inputs, eqn)
+            return self._of_slices(Op.SCAN, inputs, eqn)
         inside, body = self._inside(eqn)._traced(), eqn.params["jaxpr"]
         each = [_moved(x, -1) for x in xs]
 

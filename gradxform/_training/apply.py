@@ -96,12 +96,10 @@ def apply_gradients(
     grads, arrays = table_rows.numbered(params, grads), maps.stored(params)
     grads = missing.normalized(grads, arrays)
     try:
-        new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
+        with boundary.explained(grads):
+            new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
     except AttributeError:  # Another state has other fields.
         structures.own_state(state, jax.eval_shape(tx.init, arrays))
-        raise
-    except Exception as error:
-        boundary.explain(error, grads)
         raise
     return table_rows.with_rows(params, new), state
 

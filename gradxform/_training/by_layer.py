@@ -45,6 +45,13 @@ if TYPE_CHECKING:
 
 # Arrays by the number of their leaf, or by their position.
 Numbered: TypeAlias = dict[int, jax.Array]
+# Parameters, state, gradients of leaves and of rows, and extra arguments.
+Args: TypeAlias = tuple[
+    optax.Params,
+    optax.OptState,
+    tuple[optax.Updates, Offsets],
+    Mapping[str, object],
+]
 # What a layer gives to reductions of all layers.
 LayerParts: TypeAlias = dict[Place, jax.Array]
 # What is done with a layer:
@@ -104,14 +111,13 @@ class Update:
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
         sources: list[Source],
-        args: tuple[optax.Params, optax.OptState, tuple[optax.Updates, Offsets], Any],
+        args: Args,
         with_tables: Callable[..., optax.Updates],
     ) -> Update:
         """Traces the step of ``tx``.
 
-        ``args`` are parameters, state, gradients, and extra arguments. The gradients
-        are those of leaves and those of rows, which ``with_tables`` puts together.
-        Parameters stand for the gradients, which have their types.
+        ``with_tables`` puts gradients of leaves and those of rows together. Parameters
+        stand for the gradients, which have their types.
         """
 
         def whole(
@@ -121,21 +127,13 @@ class Update:
             extra: dict[str, object],
         ) -> tuple[gate.Outcome, optax.OptState]:
             updates = with_tables(*grads)
-            try:
+            with boundary.explained(updates):
                 return gate.step(tx, updates, state, params, extra, whole=True)
-            except Exception as error:
-                boundary.explain(error, updates)
-                raise
 
-        params, state, (learning, rows), extra = args
-        leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
+        leaves = maps.leaves(args)
+        kinds, lacking, grads = _kinds(tx, arrays, args)
+        first = grads.start
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        made_for = _made_for(tx, learning, params, state)
-        states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
-        kinds, lacking = states.of_step(params, state, learning, extra)
-        end = first + len(maps.leaves(learning))
-        grads = range(first, end + len(jax.tree.leaves(rows)))
-        kinds[end:end] = [None] * (grads.stop - end)  # Rows have no layers.
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
             x
@@ -156,7 +154,7 @@ class Update:
 
         program = traced(leaves)
         made = dict(zip(replaced, program.closed.out_avals, strict=False))
-        is_alike = program.structure == jax.tree.structure((params, state))
+        is_alike = program.structure == jax.tree.structure(args[:2])
         if not is_alike or any(
             made[n].shape != shape_of(leaves[n]) for n in replaced if n in along
         ):
@@ -308,18 +306,25 @@ class Update:
         return update, stacks, jax.tree.leaves(update.results)
 
 
-def _made_for(
-    tx: optax.GradientTransformation,
-    learning: optax.Params,
-    params: optax.Params,
-    state: optax.OptState,
-) -> optax.Params:
-    """What a state was made for: all parameters, or those that learn."""
-    given: Any = jax.tree.structure(state)
-    if len(jax.tree.leaves(learning)) == len(jax.tree.leaves(params)):
-        return params
-    made = jax.eval_shape(tx.init, params)
-    return params if given == jax.tree.structure(made) else learning
+def _kinds(
+    tx: optax.GradientTransformation, arrays: Mapping[Path, Whole], args: Args
+) -> tuple[list[Kind | None], dict[int, MixedSlicesError], range]:
+    """The layers of the leaves of a step; the errors of some; where gradients are.
+
+    A state was made for all parameters, or for those that learn.
+    """
+    params, state, (learning, rows), extra = args
+    made_for = params
+    if len(jax.tree.leaves(learning)) < len(jax.tree.leaves(params)):
+        made: Any = jax.tree.structure(jax.eval_shape(tx.init, params))
+        made_for = params if made == jax.tree.structure(state) else learning
+    states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
+    kinds, lacking = states.of_step(params, state, learning, extra)
+    first = len(maps.leaves((params, state)))
+    end = first + len(maps.leaves(learning))
+    without = [None] * len(jax.tree.leaves(rows))  # Rows have no layers.
+    kinds[end:end] = without
+    return kinds, lacking, range(first, end + len(without))
 
 
 def _policy(*, is_second_pass: bool = False) -> Policy:

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
+from gradxform._jax.jaxprs import Part
 from gradxform._numbers import constants
 from gradxform._training.by_layer import LayerParts, Numbered, OfLayer
-from gradxform._training.dense import Dense
 from gradxform._training.stacks import Scan, StackedLoss
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class DensePass:
       pull: gradients by what it reads, from those by these results.
     """
 
-    part: Dense
+    part: Part
     learning: Collection[int]
     pull: Callable[[Numbered], tuple[Numbered]]
 
@@ -206,7 +206,7 @@ def forward(
     active = set(dense.values())
     passes = [
         _dense(part, values, active, {x for found in stacks for x in found.values()})
-        if isinstance(part, Dense)
+        if isinstance(part, Part)
         else _scanned(part, values, active, loss.leaves, frozen)
         for part in loss.parts
     ]
@@ -225,9 +225,7 @@ def forward(
     )
 
 
-def _dense(
-    part: Dense, values: Values, active: set[Var], stacks: set[Var]
-) -> DensePass:
+def _dense(part: Part, values: Values, active: set[Var], stacks: set[Var]) -> DensePass:
     """Adds the results of a dense part to ``values``, what learns to ``active``."""
     read = host.to_device([values[x] for x in part.reads])
     given, others = _divided(read, jaxprs.among(part.reads, active))

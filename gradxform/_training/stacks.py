@@ -19,10 +19,9 @@ import jax.numpy as jnp
 
 from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
+from gradxform._jax.jaxprs import Part
 from gradxform._jax.versions import Op
 from gradxform._slices.rules import RULES, Along, resized, shape_of
-from gradxform._training import dense
-from gradxform._training.dense import Dense
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -67,20 +66,20 @@ class StackVariable(NamedTuple):
         for axis, size in enumerate(shape):
             found = [Along(axis, size // length)]
             for eqn in self.equations if not size % length else ():
-                along = RULES[eqn.primitive.name](eqn, 0, found[-1], length)
+                along = RULES[jaxprs.name_of(eqn)](eqn, 0, found[-1], length)
                 if along is None:
                     break
                 found.append(along)
             if len(found) > len(self.equations) and not found[-1].axis:
                 return found
-        names = [eqn.primitive.name for eqn in self.equations]
+        names = [jaxprs.name_of(eqn) for eqn in self.equations]
         reshape = self.equations[names.index(Op.RESHAPE)]
         self.refuse(f"it is used by {jaxprs.place(reshape)}")
 
     def layer(self, part: jax.Array, length: int) -> jax.Array:
         """A layer of the variable, from the layer's part of the stack."""
         for eqn, along in zip(self.equations, self.layers(length)[1:], strict=True):
-            of_layer = resized(eqn.primitive.name, eqn, along, 1)
+            of_layer = resized(jaxprs.name_of(eqn), eqn, along, 1)
             (part,) = versions.evaluate(of_layer, [part])
         return jnp.squeeze(part, 0)
 
@@ -160,7 +159,7 @@ class StackedLoss(NamedTuple):
 
     closed: ClosedJaxpr
     leaves: dict[int, Var]
-    parts: list[Dense | Scan]
+    parts: list[Part | Scan]
 
     @property
     def scans(self) -> list[Scan]:
@@ -210,9 +209,9 @@ def find_scans(
         return Scan(eqn, [over.get(k) for k in range(len(eqn.invars))])
 
     over_stacks = {id(eqn) for eqn, _ in scans.values()}
-    parts = dense.divided(eqns, jaxpr.outvars, lambda eqn: id(eqn) in over_stacks)
+    parts = jaxprs.divided(eqns, jaxpr.outvars, lambda eqn: id(eqn) in over_stacks)
     return StackedLoss(
-        closed, leaves, [x if isinstance(x, Dense) else scan(x) for x in parts]
+        closed, leaves, [x if isinstance(x, Part) else scan(x) for x in parts]
     )
 
 
@@ -233,7 +232,7 @@ def _uses(
         is_active = not differentiated.isdisjoint(eqn.outvars)
         for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
-            if eqn.primitive.name in _BY_LAYER:
+            if jaxprs.name_of(eqn) in _BY_LAYER:
                 equations = *stack.equations, eqn
                 stacks[eqn.outvars[0]] = stack._replace(equations=equations)
             elif is_active and _goes_over(eqn, k):
@@ -255,7 +254,7 @@ def _uses(
 
 def _goes_over(eqn: JaxprEqn, operand: int) -> bool:
     """Whether an equation is a scan over this operand."""
-    is_scan = eqn.primitive.name == Op.SCAN
+    is_scan = jaxprs.name_of(eqn) == Op.SCAN
     return is_scan and operand >= sum(versions.scan_lengths(eqn))
 
 
@@ -270,7 +269,7 @@ def opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     of_stacks = _made_of(closed.jaxpr, stacks)
 
     def is_opened(eqn: JaxprEqn) -> bool:
-        is_checkpoint = eqn.primitive.name == Op.CHECKPOINT
+        is_checkpoint = jaxprs.name_of(eqn) == Op.CHECKPOINT
         return is_checkpoint and bool(jaxprs.among(eqn.invars, of_stacks))
 
     def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
@@ -298,12 +297,12 @@ def _outside(
     env |= zip(jaxpr.invars, inputs, strict=True)
     # What is made of stacks alone comes first, so it divides nothing.
     eqns = sorted(jaxpr.eqns, key=lambda eqn: of_stacks.isdisjoint(eqn.outvars))
-    for part in dense.divided(
+    for part in jaxprs.divided(
         eqns,
         jaxpr.outvars,
         lambda eqn: bool(jaxprs.among(eqn.invars, of_stacks)),
     ):
-        if not isinstance(part, Dense):
+        if not isinstance(part, Part):
             jaxprs.advance([part], env)
             continue
         options = {name: checkpoint.params[name] for name in ("policy", "prevent_cse")}
@@ -316,6 +315,6 @@ def _made_of(jaxpr: Jaxpr, stacks: Collection[int]) -> set[Var]:
     """The variables that have the values of these inputs."""
     found = {jaxpr.invars[k] for k in stacks}
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name in _BY_LAYER and jaxprs.among(eqn.invars, found):
+        if jaxprs.name_of(eqn) in _BY_LAYER and jaxprs.among(eqn.invars, found):
             found.update(eqn.outvars)
     return found
