@@ -249,38 +249,38 @@ def soap():
     """
 
     def init(params):
-        def of(p):
-            eye = jnp.broadcast_to(
-                jnp.eye(p.shape[1]), (len(p), p.shape[1], p.shape[1])
-            )
-            return {"m": 0 * p, "v": 0 * p, "gg": 0 * eye, "q": eye}
+        def eye(p):
+            return jnp.broadcast_to(jnp.eye(p.shape[1]), (len(p), *2 * p.shape[1:2]))
 
-        return [of(p) for p in jax.tree.leaves(params["blocks"]) if p.ndim > 2]
+        names = {"m": jnp.zeros_like, "v": jnp.zeros_like, "gg": eye, "q": eye}
+        return {name: jax.tree.map(f, params) for name, f in names.items()}
 
-    def one(g, s):
-        gg = 0.9 * s["gg"] + 0.1 * g @ g.T
-        order = jnp.argsort(-jnp.diag(s["q"].T @ gg @ s["q"]))
-        v, q = s["v"][order], s["q"][:, order]
+    def one(g, m, v, gg, q):
+        gg = 0.9 * gg + 0.1 * g @ g.T
+        order = jnp.argsort(-jnp.diag(q.T @ gg @ q))
+        v, q = v[order], q[:, order]
         q, _ = jnp.linalg.qr((gg + 1e-2 * jnp.eye(len(g))) @ q)
-        turned = q.T @ g
-        m, v = 0.9 * s["m"] + 0.1 * g, 0.9 * v + 0.1 * turned**2
-        u = q @ (q.T @ m / jnp.sqrt(v + 1e-4))
-        return -0.01 * u, {"m": m, "v": v, "gg": gg, "q": q}
+        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * (q.T @ g) ** 2
+        return -0.01 * q @ (q.T @ m / jnp.sqrt(v + 1e-4)), m, v, gg, q
 
     def update(updates, state, params=None):
-        blocks, structure = jax.tree.flatten(updates["blocks"])
-        states, new = iter(state), []
-        for k, g in enumerate(blocks):
-            if g.ndim > 2:
-                blocks[k], s = jax.vmap(one)(g, next(states))
-                new.append(s)
-        return updates | {"blocks": jax.tree.unflatten(structure, blocks)}, new
+        names = "m", "v", "gg", "q"
+        trees = updates, *(state[name] for name in names)
+        results = jax.tree.map(lambda *x: [*jax.vmap(one)(*x)], *trees)
+        u, *new = jax.tree.transpose(
+            jax.tree.structure(updates), jax.tree.structure([0] * 5), results
+        )
+        return u, dict(zip(names, new, strict=True))
 
     return optax.GradientTransformation(init, update)
 
 
 def test_soap():
-    check(soap(), rtol=2e-4, steps=5)
+    def labels(params):
+        return jax.tree.map(lambda p: "soap" if p.ndim > 2 else "sgd", params)
+
+    tx = optax.partition({"soap": soap(), "sgd": optax.sgd(0.1)}, labels)
+    check(tx, rtol=2e-4, steps=5)
 
 
 # Sorts, and entries along other axes.
@@ -320,11 +320,13 @@ MIXED = {
     "rev": lambda x: x[::-1],
     "argmax": lambda x: x * jnp.argmax(x, 0),
     "gather": lambda x: x[jnp.array([1, 0, 3, 2])],
-    "gather of a layer": lambda x: x + x[jnp.argmax(jnp.ones(3))],
+    "dynamic_slice of a layer": lambda x: x + x[jnp.argmax(jnp.ones(3))],
     "scatter-mul": lambda x: jax.lax.fori_loop(
         0, len(x), lambda i, y: y.at[i].multiply(2.0), x
     ),
-    "scan": lambda x: jax.lax.scan(lambda c, y: (c + y, c), 0 * x[0], x)[1],
+    "scan": lambda x: jax.lax.scan(lambda c, y: (c + y, c), jnp.zeros(x.shape[1:]), x)[
+        1
+    ],
     "scan that turns": lambda x: jax.lax.fori_loop(
         0, 2, lambda _, y: jnp.swapaxes(y, 0, 1), x[:, :4, :4]
     ).sum((1, 2), keepdims=True),
