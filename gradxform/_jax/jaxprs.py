@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -128,3 +128,39 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
         return f(eqn.replace(params=params))
 
     return mapped(closed)
+
+
+def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations that have an effect, or whose results are needed."""
+    kept: list[JaxprEqn] = []
+    read = set(filter(is_variable, jaxpr.outvars))
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            kept.append(eqn)
+            read.update(filter(is_variable, eqn.invars))
+    return kept[::-1]
+
+
+def differentiated(result: Var | Literal, eqns: Sequence[JaxprEqn]) -> set[Var]:
+    """The variables by which ``result`` may have a derivative."""
+    found = set(filter(is_variable, [result]))
+    for eqn in reversed(eqns):
+        is_stopped = eqn.primitive.name == Op.STOP_GRADIENT
+        if not is_stopped and not found.isdisjoint(eqn.outvars):
+            found.update(filter(_is_real, filter(is_variable, eqn.invars)))
+    return found
+
+
+def among(atoms: Sequence[Var | Literal], variables: Collection[Var]) -> dict[int, Var]:
+    """Those of some variables that are among others and literals, by position."""
+    found = enumerate(atoms)
+    return {k: x for k, x in found if is_variable(x) and x in variables}
+
+
+def is_variable(x: Var | Literal) -> TypeGuard[Var]:
+    return not hasattr(x, "val")
+
+
+def _is_real(x: Var) -> bool:
+    aval: Any = x.aval
+    return jnp.issubdtype(aval.dtype, jnp.inexact)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeAlias, TypeGuard, TypeVar, overload
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,9 @@ from gradxform._trees.types import Params
 
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
 Tables = Sequence[str] | Callable[[str], bool]
+
+# The offsets of a table's readings, or the gradients of their rows, by its number.
+Offsets: TypeAlias = dict[int, list[jax.Array]]
 
 Value = TypeVar("Value")
 Value_co = TypeVar("Value_co", covariant=True)
@@ -171,21 +174,72 @@ def value_and_grad(
         is_named = structures.names(
             "tables", tables, "leaves of params", (path for path, _ in flat)
         )
-        named = _select(is_named, paths, leaves)
-        dense = {i: leaf for i, leaf in leaves.items() if i not in named}
 
-        def loss(dense: dict[int, Any], read: dict[int, Any]) -> tuple[Any, Any]:
-            mixed = [(read if i in read else dense)[i] for i in leaves]
+        def loss(leaves: dict[int, Any]) -> tuple[Any, Any]:
+            mixed = [leaves[i] for i in range(len(paths))]
             value = loss_fn(jax.tree.unflatten(treedef, mixed), *batch, **kwargs)
             return value if has_aux else (value, None)
 
-        # Each reading has an offset: zeros that count as added to the rows, without
-        # memory for them. Their gradient is the gradient of the rows.
-        run, types = readings.trace(loss, dense, named, paths)
+        by_rows = LossOfRows.of(loss, leaves, is_named, paths)
+        dense = {i: leaf for i, leaf in leaves.items() if i not in by_rows.tables}
+        both = jax.value_and_grad(by_rows.loss, argnums=(0, 1), has_aux=True)
+        with mesh_context(map(jnp.asarray, maps.stored(list(leaves.values())))):
+            (value, (aux, ids)), (grads, rows) = both(dense, by_rows.offsets)
+        grads |= by_rows.gradients(ids, rows)
+        grads = jax.tree.unflatten(treedef, [grads[i] for i in leaves])
+        return (value, aux) if has_aux else value, grads
 
-        def with_offsets(
-            dense: dict[int, Any], offsets: dict[int, list[jax.Array]]
-        ) -> tuple[jax.Array, Any]:
+    return wrapped
+
+
+class LossOfRows(NamedTuple):
+    """A loss as a function of dense leaves and of offsets of the rows that it reads.
+
+    Each reading has an offset: zeros that count as added to the rows, without memory
+    for them. Their gradient is the gradient of the rows.
+
+    Attributes:
+      loss: (dense leaves, offsets) -> (value, (aux, ids of the readings)).
+      offsets: those of each table, by its number.
+      tables: the tables, by their numbers.
+    """
+
+    loss: Callable[[dict[int, Any], Offsets], tuple[Any, tuple[Any, readings.Ids]]]
+    offsets: Offsets
+    tables: dict[int, readings.Source]
+
+    @classmethod
+    def of(
+        cls,
+        loss_fn: Callable[[dict[int, Any]], tuple[Any, Any]],
+        leaves: dict[int, Any],
+        is_named: Callable[[str], bool],
+        paths: Sequence[str],
+    ) -> LossOfRows:
+        """``loss_fn(leaves)`` returns a value and its aux.
+
+        Those of the leaves are tables that are named by their ``paths``.
+
+        Raises:
+          ValueError: one of them is no table.
+          TypeError: the loss uses a table in another way than to read its rows.
+        """
+        tables = _select(is_named, paths, leaves)
+        dense = {i: leaf for i, leaf in leaves.items() if i not in tables}
+
+        def of_both(dense: dict[int, Any], read: dict[int, Any]) -> tuple[Any, Any]:
+            return loss_fn(dense | read)
+
+        if not tables:  # Nothing is searched for their rows.
+
+            def plain(dense: dict[int, Any], _: Offsets) -> tuple[Any, Any]:
+                value, aux = loss_fn(dense)
+                return value, (aux, {})
+
+            return cls(plain, {}, {})
+        run, types = readings.trace(of_both, dense, tables, paths)
+
+        def loss(dense: dict[int, Any], offsets: Offsets) -> tuple[Any, Any]:
             following = {i: iter(zeros) for i, zeros in offsets.items()}
 
             def on_rows(i: int, rows: jax.Array) -> jax.Array:
@@ -198,16 +252,12 @@ def value_and_grad(
             (value, aux), ids = run(dense, on_rows)
             return value, (aux, ids)
 
-        both = jax.value_and_grad(with_offsets, argnums=(0, 1), has_aux=True)
-        with mesh_context(map(jnp.asarray, maps.stored(list(leaves.values())))):
-            offsets = {i: [*map(constants.zeros_of_type, types[i])] for i in named}
-            (value, (aux, ids)), (grads, rows) = both(dense, offsets)
-        for i, table in named.items():
-            grads[i] = _slices(ids[i], rows[i], table)
-        grads = jax.tree.unflatten(treedef, [grads[i] for i in leaves])
-        return (value, aux) if has_aux else value, grads
+        offsets = {i: [*map(constants.zeros_of_type, types[i])] for i in tables}
+        return cls(loss, offsets, tables)
 
-    return wrapped
+    def gradients(self, ids: readings.Ids, rows: Offsets) -> dict[int, IndexedSlices]:
+        """The gradients of tables, from those of the rows with these ids."""
+        return {i: _slices(ids[i], rows[i], x) for i, x in self.tables.items()}
 
 
 def _is_part(node: object) -> TypeGuard[TableRows]:
@@ -215,7 +265,7 @@ def _is_part(node: object) -> TypeGuard[TableRows]:
 
 
 def _select(
-    is_named: Callable[[str], bool], paths: list[str], leaves: dict[int, Any]
+    is_named: Callable[[str], bool], paths: Sequence[str], leaves: dict[int, Any]
 ) -> dict[int, readings.Source]:
     """The leaves that are named, or parts of a table, by their number."""
     named: dict[int, readings.Source] = {}

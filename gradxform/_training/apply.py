@@ -137,10 +137,13 @@ def minimize(
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       layers: paths of parameters, or of trees of them, such as ``"decoder/layers"``.
-        They are stacks: one ``jax.lax.scan`` of the loss goes over all of them, as in
-        models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them.
-        The loss may cast and transpose them first. It may also reshape them into groups
-        of layers, for a scan inside of a scan. Then a group counts as one layer. The
+        They are stacks: one ``jax.lax.scan`` of the loss goes over each of them, as in
+        models with ``flax.linen.scan`` or ``flax.nnx.scan``. There may be several
+        scans, as for an encoder and a decoder, also inside of a ``jax.checkpoint``.
+        Nothing else reads the stacks, but for what has no derivative, such as a norm in
+        the aux. The loss may cast and transpose them first. It may also reshape them
+        into groups of layers, for a scan inside of a scan. Then a group counts as one
+        layer. A stack that is not trainable is read layer by layer, and stays. The
         backward pass applies ``tx`` to each layer as soon as its gradient is known, or
         adds it to the sum of :func:`accumulate`. So no array holds the gradients of all
         layers, 1 N: the bytes of the parameters.
@@ -168,11 +171,10 @@ def minimize(
 
     Raises:
       ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
-        parameter, or one that is not trainable; or ``layers`` names one that no single
-        ``scan`` goes over.
-      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
-        ``layers``, as a clip by the norm of all gradients does without ``two_passes``;
-        or there are both ``layers`` and ``tables``.
+        parameter; ``tables`` names one that is not trainable; or ``layers`` names one
+        that no single ``scan`` goes over.
+      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; or it mixes
+        ``layers``, as a clip by the norm of all gradients does without ``two_passes``.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
@@ -225,8 +227,6 @@ def training_step(
     arguments.transformation("tx", tx)
     if isinstance(layers, str) or not isinstance(layers, Collection):
         raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
-    if tables and layers:
-        raise TypeError("minimize takes tables or layers, got both. Leave one out.")
     if tables or layers:
         versions.before_tracing()
 
@@ -236,7 +236,7 @@ def training_step(
         structures.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning)
-        stacked = layered.paths_of(layers, learning)
+        stacked = layered.paths_of(layers, params)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
@@ -249,6 +249,7 @@ def training_step(
                 lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
                 tx,
                 stacked,
+                tables,
                 learning,
                 params,
                 state,

@@ -7,7 +7,9 @@ may find out such sums, and the second one then knows them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
@@ -17,6 +19,8 @@ from gradxform._devices import host
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
 from gradxform._jax.versions import Op
+from gradxform._rows import boundary
+from gradxform._rows.lookup import Offsets
 from gradxform._slices import slices
 from gradxform._slices.kinds import States, Whole
 from gradxform._slices.rules import shape_of
@@ -29,6 +33,7 @@ from gradxform._slices.slices import (
     Place,
     Policy,
     Slices,
+    Source,
     Value,
     WholeProgram,
 )
@@ -46,6 +51,12 @@ LayerParts: TypeAlias = dict[Place, jax.Array]
 # (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
 OfLayer: TypeAlias = Callable[
     [jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]
+]
+# A backward pass: (whole arrays of each scan, what is done with its layers)
+# -> whole arrays, gradients of other leaves, what all layers gave
+Backward: TypeAlias = Callable[
+    [Sequence[Numbered], Sequence[OfLayer]],
+    tuple[list[Numbered], Numbered, LayerParts],
 ]
 
 _LATER = (
@@ -70,6 +81,7 @@ class Update:
       given: the numbers of the program's arguments.
       replaced: the numbers of its results, which are parameters and state.
       kinds: of the leaves that have layers.
+      sources: those of each scan's layers.
       first: the number of the first gradient.
       results: those of equations that a first pass has found out.
     """
@@ -80,6 +92,7 @@ class Update:
     given: list[int]
     replaced: list[int]
     kinds: dict[int, Kind]
+    sources: list[Source]
     first: int
     results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
@@ -88,27 +101,39 @@ class Update:
         cls,
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
-        learning: optax.Params,
-        params: optax.Params,
-        state: optax.OptState,
-        extra: dict[str, object],
+        sources: list[Source],
+        args: tuple[optax.Params, optax.OptState, tuple[optax.Updates, Offsets], Any],
+        with_tables: Callable[..., optax.Updates],
     ) -> Update:
-        """Traces the step of ``tx``."""
+        """Traces the step of ``tx``.
+
+        ``args`` are parameters, state, gradients, and extra arguments. The gradients
+        are those of leaves and those of rows, which ``with_tables`` puts together.
+        Parameters stand for the gradients, which have their types.
+        """
 
         def whole(
             params: optax.Params,
             state: optax.OptState,
-            grads: optax.Updates,
+            grads: tuple[optax.Updates, Offsets],
             extra: dict[str, object],
         ) -> tuple[gate.Outcome, optax.OptState]:
-            return gate.step(tx, grads, state, params, extra, whole=True)
+            updates = with_tables(*grads)
+            try:
+                return gate.step(tx, updates, state, params, extra, whole=True)
+            except Exception as error:
+                boundary.explain(error, updates)
+                raise
 
-        # Parameters stand for the gradients, which have their types.
-        args = params, state, learning, extra
+        params, state, (learning, rows), extra = args
         leaves, first = maps.leaves(args), len(maps.leaves((params, state)))
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
-        states = States(_policy(), arrays, tx.init, params, hints=_HINTS)
+        made_for = _made_for(tx, learning, params, state)
+        states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
         kinds = states.of_step(params, state, learning, extra)
+        end = first + len(maps.leaves(learning))
+        grads = range(first, end + len(jax.tree.leaves(rows)))
+        kinds[end:end] = [None] * (grads.stop - end)  # Rows have no layers.
         along = {n: kind for n, kind in enumerate(kinds) if kind}
         leaves = [
             x
@@ -116,7 +141,6 @@ class Update:
             else host.to_device(x)
             for n, x in enumerate(leaves)
         ]
-        grads = range(first, first + len(maps.leaves(learning)))
         given = [
             n
             for n, x in enumerate(leaves)
@@ -145,12 +169,18 @@ class Update:
             raise MixedSlicesError(
                 "its update has an io_callback, one call for a layer"
             )
-        return cls([*arrays], program, leaves, given, replaced, along, first)
+        return cls([*arrays], program, leaves, given, replaced, along, sources, first)
 
     @property
-    def wholes(self) -> Numbered:
-        """Parameters and state that have layers."""
-        return {n: self.leaves[n] for n in self.replaced if n in self.kinds}
+    def wholes(self) -> list[Numbered]:
+        """Parameters and state that have layers, for each scan."""
+        return [
+            {n: self.leaves[n] for n in self.replaced if self._source(n) == source}
+            for source in self.sources
+        ]
+
+    def _source(self, n: int) -> Source | None:
+        return self.kinds[n].source if n in self.kinds else None
 
     def run(
         self, args: Numbered, reason: str, notes: Notes | None = None
@@ -172,22 +202,27 @@ class Update:
         policy = _policy(is_second_pass=bool(self.results))
         return Evaluator(policy, self.results, notes)
 
-    def new_leaves(self, args: Numbered, reason: str, *, with_layers: bool) -> Numbered:
-        """New leaves that have layers, or those that have none."""
+    def new_leaves(
+        self, args: Numbered, reason: str, source: Source | None
+    ) -> Numbered:
+        """New leaves that have layers of this source; for None those without layers."""
         results = self.run(args, reason)
-        numbers = [n for n in results if (n in self.kinds) == with_layers]
+        numbers = [n for n in results if self._source(n) == source]
         arrays = self._evaluator().arrays(
             [results[n] for n in numbers], [self.kinds.get(n) for n in numbers]
         )
         return dict(zip(numbers, arrays, strict=True))
 
-    def of_one_layer(self, i: jax.Array, wholes: Numbered, grads: Numbered) -> Numbered:
+    def of_one_layer(
+        self, source: Source, i: jax.Array, wholes: Numbered, grads: Numbered
+    ) -> Numbered:
         """The arguments of layer ``i``."""
         args = {
             n: host.read_layer(
-                wholes.get(n, self.leaves[n]), i, source.number, along.axis
+                wholes.get(n, self.leaves[n]), i, source.number, kind.along.axis
             )
-            for n, (source, along) in self.kinds.items()
+            for n, kind in self.kinds.items()
+            if kind.source == source
         }
         return args | self.gradients(grads)
 
@@ -196,60 +231,80 @@ class Update:
         return {self.first + n: g for n, g in grads.items()}
 
     def of_layer(
-        self, i: jax.Array, wholes: Numbered, grads: Numbered
+        self, source: Source, i: jax.Array, wholes: Numbered, grads: Numbered
     ) -> tuple[Numbered, LayerParts]:
         """With layer ``i`` after its step."""
-        args = self.of_one_layer(i, wholes, grads)
-        new = self.new_leaves(args, _LATER, with_layers=True)
-        new = compilers.barrier_in_place(new)
+        args = self.of_one_layer(source, i, wholes, grads)
+        new = compilers.barrier_in_place(self.new_leaves(args, _LATER, source))
         wholes = {
             n: host.write_layer(x, new[n], i, self.kinds[n].along.axis)
             for n, x in wholes.items()
         }
         return wholes, {}
 
-    def of_others(
-        self, wholes: Numbered, grads: Numbered
+    def run_through(
+        self, backward: Backward, stacks: Sequence[Numbered], f: Callable[..., Any]
+    ) -> tuple[list[Numbered], Numbered, LayerParts]:
+        """A backward pass that calls ``f(source, ...)`` for the layers of each scan."""
+        wholes = [x | y for x, y in zip(self.wholes, stacks, strict=True)]
+        return backward(wholes, [functools.partial(f, x) for x in self.sources])
+
+    def after(
+        self, backward: Backward, stacks: Sequence[Numbered]
     ) -> tuple[optax.Params, optax.OptState]:
-        """New parameters and state, after all layers."""
-        args = self.gradients(grads)
-        new = self.new_leaves(args, _GONE, with_layers=False) | wholes
+        """New parameters and state, after the last backward pass."""
+        wholes, grads, _ = self.run_through(backward, stacks, self.of_layer)
+        new = self.new_leaves(self.gradients(grads), _GONE, None)
+        new = functools.reduce(operator.or_, wholes, new)
         leaves = [new[n] for n in self.replaced]
         return jax.tree.unflatten(self.program.structure, leaves)
 
     def after_first_pass(
-        self,
-        backward: Callable[[Numbered, OfLayer], tuple[Numbered, Numbered, LayerParts]],
-        stacks: Numbered,
-    ) -> tuple[Update, Numbered, list[jax.Array]]:
+        self, backward: Backward, stacks: Sequence[Numbered]
+    ) -> tuple[Update, list[Numbered], list[jax.Array]]:
         """The same, with the results of the reductions of all gradients.
 
         Also returns the stacks, which are as before, and these results.
         """
         equations: dict[Place, JaxprEqn] = {}
+        numbers = {n for found in stacks for n in found}
 
         def note(
-            i: jax.Array, wholes: Numbered, grads: Numbered
+            source: Source, i: jax.Array, wholes: Numbered, grads: Numbered
         ) -> tuple[Numbered, LayerParts]:
             notes = Notes({}, {})
-            self.run(self.of_one_layer(i, wholes, grads), _LATER, notes)
+            self.run(self.of_one_layer(source, i, wholes, grads), _LATER, notes)
             same = {
-                n: compilers.read_layer(wholes[n], i, source.number, along.axis)[1]
-                for n, (source, along) in self.kinds.items()
-                if n in stacks
+                n: compilers.read_layer(wholes[n], i, source.number, kind.along.axis)[1]
+                for n, kind in self.kinds.items()
+                if n in wholes and n in numbers
             }
             equations.update((place, eqn) for place, (eqn, _) in notes.parts.items())
             parts = {place: part for place, (_, part) in notes.parts.items()}
             return wholes | same, parts
 
-        wholes, grads, parts = backward(self.wholes | stacks, note)
+        wholes, grads, parts = self.run_through(backward, stacks, note)
         known = {place: _total(equations[place], x) for place, x in parts.items()}
         notes = Notes({}, {})
         update = dataclasses.replace(self, results=known)
         update.run(self.gradients(grads), _GONE, notes)
         update = dataclasses.replace(self, results=known | notes.scalars)
-        stacks = {n: wholes[n] for n in stacks}
+        stacks = [{n: found[n] for n in found if n in numbers} for found in wholes]
         return update, stacks, jax.tree.leaves(update.results)
+
+
+def _made_for(
+    tx: optax.GradientTransformation,
+    learning: optax.Params,
+    params: optax.Params,
+    state: optax.OptState,
+) -> optax.Params:
+    """What a state was made for: all parameters, or those that learn."""
+    given: Any = jax.tree.structure(state)
+    if len(jax.tree.leaves(learning)) == len(jax.tree.leaves(params)):
+        return params
+    made = jax.eval_shape(tx.init, params)
+    return params if given == jax.tree.structure(made) else learning
 
 
 def _policy(*, is_second_pass: bool = False) -> Policy:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ import optax
 
 from gradxform._checks import structures
 from gradxform._devices import host
+from gradxform._rows.lookup import LossOfRows, Offsets, Tables
 from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
 from gradxform._training import passes, stacks
@@ -27,15 +28,13 @@ from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
 
 
-def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
+def paths_of(layers: Collection[str], params: optax.Params) -> set[Path]:
     """The paths of all leaves that ``layers`` names, also by a tree that they are in.
 
     Raises:
-      ValueError: it names nothing, or nothing that is trainable.
+      ValueError: it names nothing.
     """
-    leaves = [
-        (p, structures.path_str(k), k) for k, p in maps.leaves_with_path(learning)
-    ]
+    leaves = [(p, structures.path_str(k), k) for k, p in maps.leaves_with_path(params)]
     found: set[Path] = set()
     for name in layers:
         inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
@@ -47,19 +46,15 @@ def paths_of(layers: Collection[str], learning: optax.Params) -> set[Path]:
                 f"layers must name leaves of params, or trees of them, got {name!r}; "
                 f"there are {known}{more}."
             )
-        if not any(maps.has_gradient(p) for p, *_ in inside):
-            raise ValueError(
-                f"layers names {name!r}, which is not trainable, so it gets no "
-                "gradient. Leave it out of layers, or let trainable be True there."
-            )
         found.update(path for p, _, path in inside if maps.has_gradient(p))
     return found
 
 
 def step(
-    loss_fn: Callable[[optax.Params], tuple[jax.Array, Any]],
+    loss_fn: Callable[[optax.Params], tuple[jax.Array, *tuple[Any, ...]]],
     tx: optax.GradientTransformation,
     paths: Collection[Path],
+    tables: Tables,
     learning: optax.Params,
     params: optax.Params,
     state: optax.OptState,
@@ -73,42 +68,91 @@ def step(
     arguments. With ``two_passes`` a first backward pass computes the sums over all
     gradients. Returns both results of the loss, new parameters and new state.
     """
-    flat, structure = maps.flatten(learning)
-    leaves = {n: p for n, p in enumerate(flat) if maps.has_gradient(p)}
-    names = [path for path, _ in maps.leaves_with_path(learning)]
-    for n, p in leaves.items():
+    names = [path for path, _ in maps.leaves_with_path(params)]
+    strings, tree = list(map(structures.path_str, names)), maps.structure(learning)
+    leaves, frozen = _leaves(names, paths, learning, params)
+
+    def of_leaves(leaves: Numbered) -> tuple[jax.Array, list[Any]]:
+        given = [leaves.get(n) for n in range(len(names))]
+        value, *aux = loss_fn(jax.tree.unflatten(tree, given))
+        return value, aux
+
+    is_table = structures.names("tables", tables, "leaves of params", names)
+    by_rows = LossOfRows.of(of_leaves, leaves, is_table, strings)
+    dense = {n: p for n, p in leaves.items() if n not in by_rows.tables}
+    types = {
+        n: jax.typeof(p).update(memory_space=host.DEVICE) for n, p in dense.items()
+    }
+    traced = jax.make_jaxpr(by_rows.loss, return_shape=True)
+    closed, shapes = traced(types, by_rows.offsets)
+    offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
+    named = {n: strings[n] for n in leaves if names[n] in paths}
+    loss = stacks.find_scans(closed, [*dense, *offsets], named, frozen)
+    results, given, backward = passes.forward(loss, dense | offsets, frozen)
+    value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)
+    sources = [
+        Source(scan.length, 1, scan.length == 1, names[min(scan.axes)])
+        for scan in loss.scans
+    ]
+    arrays = {
+        names[n]: Whole(jnp.shape(leaves[n]), source, axis)
+        for scan, source in zip(loss.scans, sources, strict=True)
+        for n, axis in scan.axes.items()
+        if n not in frozen
+    }
+
+    def with_tables(grads: optax.Updates, rows: Offsets) -> optax.Updates:
+        found = by_rows.gradients(ids, rows)
+        flat = [found.get(n, g) for n, g in enumerate(maps.leaves(grads))]
+        return jax.tree.unflatten(tree, flat)
+
+    args = params, state, (learning, by_rows.offsets), extra_of(value)
+
+    def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
+        update = Update.of(tx, arrays, sources, args, with_tables)
+        if not two_passes:
+            return update.after(backward.run, given)
+        update, same, known = update.after_first_pass(backward.run, given)
+        return update.after(backward.after(known).run, same)
+
+    new = _tried(updated, arrays, two_passes=two_passes)
+    params, state = host.to_memory_of(new, (params, state))
+    return (value, *aux), params, state
+
+
+def _leaves(
+    names: Sequence[Path],
+    paths: Collection[Path],
+    learning: optax.Params,
+    params: optax.Params,
+) -> tuple[Numbered, Collection[int]]:
+    """The leaves that learn and all stacks, by number; numbers of frozen stacks.
+
+    Raises:
+      TypeError: a leaf that should learn has no gradient.
+    """
+    flat = dict(enumerate(maps.leaves(learning)))
+    learns = {n: p for n, p in flat.items() if maps.has_gradient(p)}
+    for n, p in learns.items():
         if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
             raise TypeError(
                 f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
                 "gradient: let trainable be False there."
             )
+    given = enumerate(maps.leaves(params))
+    frozen = {n: p for n, p in given if names[n] in paths and n not in learns}
+    return dict(sorted((learns | frozen).items())), frozen  # As JAX orders them.
 
-    def of_leaves(leaves: Numbered) -> tuple[jax.Array, Any]:
-        given = [leaves.get(n) for n in range(len(flat))]
-        return loss_fn(jax.tree.unflatten(structure, given))
 
-    closed, shapes = jax.make_jaxpr(of_leaves, return_shape=True)(leaves)
-    named = {n: structures.path_str(names[n]) for n in leaves if names[n] in paths}
-    loss = stacks.find_scan(closed, list(leaves), named)
-    results, whole, backward = passes.forward(loss, leaves)
-    source = Source(loss.length, 1, loss.length == 1)
-    arrays = {
-        names[n]: Whole(jnp.shape(leaves[n]), source, axis)
-        for n, axis in loss.axes.items()
-    }
-    extra = extra_of(results[0])
-
-    def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
-        update = Update.of(tx, arrays, learning, params, state, extra)
-        given, last_pass = whole, backward
-        if two_passes:
-            update, given, known = update.after_first_pass(backward.run, whole)
-            last_pass = backward.after(known)
-        wholes, grads, _ = last_pass.run(update.wholes | given, update.of_layer)
-        return update.of_others(wholes, grads)
-
+def _tried(
+    updated: Callable[..., tuple[optax.Params, optax.OptState]],
+    arrays: Collection[Path],
+    *,
+    two_passes: bool,
+) -> tuple[optax.Params, optax.OptState]:
+    """``updated()``; if it mixes layers, an error that says what to do."""
     try:
-        new = updated(two_passes=two_passes)
+        return updated(two_passes=two_passes)
     except MixedSlicesError as error:
         hint = (
             "Leave them out of layers, or take a transformation whose update of a "
@@ -123,8 +167,6 @@ def step(
             f"minimize(layers=...) cannot run this transformation: {error}. The layers "
             f"are those of {min(map(structures.path_str, arrays))!r}{more}. {hint}"
         ) from error.__cause__
-    params, state = host.to_memory_of(new, (params, state))
-    return jax.tree.unflatten(jax.tree.structure(shapes), results), params, state
 
 
 def _is_taken(updated: Callable[[], object]) -> bool:

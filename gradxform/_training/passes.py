@@ -1,6 +1,7 @@
 """The forward and the backward pass of a loss that scans stacks of layers.
 
-The forward pass keeps the carry with which each layer begins. The backward pass is a
+The forward pass keeps the carry with which each layer begins, and what dense parts
+need. The backward pass goes through the parts the other way round. For a scan it is a
 loop, too: it computes the gradient of one layer, and applies it. It differentiates only
 what depends on trainable parameters, as JAX does. So a batch, frozen leaves and what is
 computed from them may go through loops and callbacks that have no derivative.
@@ -9,17 +10,136 @@ computed from them may go through loops and callbacks that have no derivative.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from gradxform._devices import host
-from gradxform._jax import compilers, versions
+from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._training.by_layer import LayerParts, Numbered, OfLayer
-from gradxform._training.stacks import ScannedLoss, is_variable
+from gradxform._training.dense import Dense
+from gradxform._training.stacks import Scan, StackedLoss
+
+if TYPE_CHECKING:
+    from jax.extend.core import Var
+
+# Values, or gradients, by the variables of a loss.
+Values: TypeAlias = "dict[Var, Any]"
+
+
+@dataclasses.dataclass(frozen=True)
+class DensePass:
+    """The backward pass of a dense part.
+
+    Attributes:
+      part: the part.
+      learning: the positions of its results that depend on trainable parameters.
+      pull: gradients by what it reads, from those by these results.
+    """
+
+    part: Dense
+    learning: Collection[int]
+    pull: Callable[[Numbered], tuple[Numbered]]
+
+    def run(self, gradients: Values) -> None:
+        """Replaces gradients by its results with those by what it reads."""
+        made = {k: _taken(gradients, self.part.makes[k]) for k in self.learning}
+        (read,) = self.pull(made)
+        _add(gradients, ((self.part.reads[k], g) for k, g in read.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class ScanPass:
+    """The backward pass of a scan over stacks.
+
+    Attributes:
+      scan: the scan.
+      inputs: its inputs; None for stacks.
+      carries: the carry with which each layer began.
+      frozen: the axes of its stacks that get no gradient, by their numbers.
+      active: the positions of its inputs that depend on trainable parameters.
+      active_results: those of its results.
+    """
+
+    scan: Scan
+    inputs: Sequence[jax.Array | None]
+    carries: Sequence[jax.Array]
+    frozen: Mapping[int, int]
+    active: Collection[int]
+    active_results: Collection[int]
+
+    def run(
+        self, gradients: Values, wholes: Numbered, each: jax.Array, apply: OfLayer
+    ) -> tuple[Numbered, LayerParts]:
+        """Calls ``apply`` with the gradients of each layer, from the last to the first.
+
+        Replaces gradients by results of the scan with those by its inputs. ``wholes``
+        are whole arrays, and ``each`` has the numbers of the layers. Returns the whole
+        arrays, and what ``apply`` gave for each layer.
+        """
+        eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
+        start = num_consts + num_carry  # Of the inputs that the scan goes over.
+
+        def layer(carried: Any, x: Any) -> tuple[Any, Any]:
+            (wholes, stacks, sums, of_carry), (i, carry, scanned, of_ys) = carried, x
+            frozen, stacks = _next_layers(stacks, self.frozen, i, self.scan.length)
+            parts = {
+                n: host.read_layer(wholes[n], i, self.scan.length, axis)
+                for n, axis in self.scan.axes.items()
+                if n in wholes
+            }
+            inputs = [*self.inputs[:num_consts], *carry, *scanned]
+            of_results = of_carry | of_ys
+            of_parts, of_inputs = self._gradients(parts, frozen, inputs, of_results)
+            sums = {k: total + of_inputs[k] for k, total in sums.items()}
+            of_carry = {k: of_inputs[num_consts + k] for k in of_carry}
+            of_scanned = {k: g for k, g in of_inputs.items() if k >= start}
+            wholes, given = apply(i, wholes, of_parts)
+            return (wholes, stacks, sums, of_carry), (of_scanned, given)
+
+        stacks = {n: wholes[n] for n in self.frozen}
+        wholes = {n: x for n, x in wholes.items() if n not in stacks}
+        results = {k: _taken(gradients, eqn.outvars[k]) for k in self.active_results}
+        of_last = {k: g for k, g in results.items() if k < num_carry}
+        of_ys = {k: g for k, g in results.items() if k >= num_carry}
+        sums = {
+            k: constants.zeros_of_type(jax.typeof(self.inputs[k]))
+            for k in self.active
+            if k < num_consts
+        }
+        (wholes, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
+            layer,
+            (wholes, stacks, sums, of_last),
+            (each, self.carries, self.inputs[start:], of_ys),
+            reverse=not self.scan.is_reverse,
+        )
+        of_first = {num_consts + k: g for k, g in of_first.items()}
+        of_inputs = sums | of_first | of_scanned
+        read = ((eqn.invars[k], g) for k, g in of_inputs.items())
+        _add(gradients, ((x, g) for x, g in read if jaxprs.is_variable(x)))
+        return wholes | stacks, given
+
+    def _gradients(
+        self,
+        parts: Numbered,
+        frozen: Numbered,
+        inputs: Sequence[jax.Array | None],
+        of_results: Numbered,
+    ) -> tuple[Numbered, Numbered]:
+        """The gradients of one layer, by its parts of stacks and by active inputs."""
+
+        def results(parts: Numbered, active: Numbered) -> Numbered:
+            given = [active.get(k, x) for k, x in enumerate(inputs)]
+            layer = self.scan.with_layers(given, parts | frozen)
+            return _divided(self.scan.layer_results(layer), of_results)[0]
+
+        active, _ = _divided(inputs, self.active)
+        _, pull = jax.vjp(results, parts, active)
+        of_parts, of_active = pull(of_results)
+        return of_parts, of_active
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,24 +147,16 @@ class BackwardPass:
     """The backward pass of a loss, from its forward pass.
 
     Attributes:
-      loss: the loss.
-      inputs: the inputs of its scan; None for stacks.
-      carries: the carry with which each layer began.
-      active: the positions of the scan's inputs that depend on trainable parameters.
-      of_results: gradients by the scan's results, by their positions.
-      of_values: gradients by values before the scan, through equations after it.
-      pull_before: gradients by leaves, from all gradients by values before the scan.
-      each: int32[n], the numbers of the layers.
+      passes: those of its parts.
+      of_loss: the gradient by the loss.
+      leaves: the variables of leaves that are no stacks, by the numbers of the leaves.
+      each: for each scan, int32[n], the numbers of its layers.
     """
 
-    loss: ScannedLoss
-    inputs: list[jax.Array | None]
-    carries: list[jax.Array]
-    active: frozenset[int]
-    of_results: Numbered
-    of_values: Numbered
-    pull_before: Callable[[Numbered], tuple[Numbered]]
-    each: jax.Array
+    passes: Sequence[DensePass | ScanPass]
+    of_loss: Values
+    leaves: Mapping[int, Var]
+    each: Sequence[jax.Array]
 
     def after(self, known: list[jax.Array]) -> BackwardPass:
         """The same, but no layer begins before ``known`` are known.
@@ -56,155 +168,153 @@ class BackwardPass:
         return dataclasses.replace(self, each=each)
 
     def run(
-        self, wholes: Numbered, apply: OfLayer
-    ) -> tuple[Numbered, Numbered, LayerParts]:
-        """Calls ``apply`` with the gradients of each layer, from the last to the first.
+        self, wholes: Sequence[Numbered], applies: Sequence[OfLayer]
+    ) -> tuple[list[Numbered], Numbered, LayerParts]:
+        """Goes through all parts, from the last to the first.
 
-        Returns the whole arrays, the gradients of all other leaves, and what ``apply``
-        gave for each layer.
+        There are whole arrays, and a function to call with gradients, for each scan.
+        Returns the whole arrays, the gradients of all other leaves, and what the
+        functions gave for each layer.
         """
-        loss = self.loss
-        num_consts, num_carry = versions.scan_lengths(loss.scan)
-        start = num_consts + num_carry  # Of the inputs that the scan goes over.
-
-        def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-            (wholes, sums, of_carry), (i, carry, scanned, of_ys) = carried, x
-            parts = {
-                n: host.read_layer(wholes[n], i, loss.length, axis)
-                for n, axis in loss.axes.items()
-            }
-            inputs = [*self.inputs[:num_consts], *carry, *scanned]
-            of_parts, of_inputs = self._gradients(parts, inputs, of_carry | of_ys)
-            sums = {k: total + of_inputs[k] for k, total in sums.items()}
-            of_carry = {k: of_inputs[num_consts + k] for k in of_carry}
-            of_scanned = {k: g for k, g in of_inputs.items() if k >= start}
-            wholes, given = apply(i, wholes, of_parts)
-            return (wholes, sums, of_carry), (of_scanned, given)
-
-        sums = {
-            k: constants.zeros_of_type(jax.typeof(self.inputs[k]))
-            for k in self.active
-            if k < num_consts
-        }
-        of_last = {k: g for k, g in self.of_results.items() if k < num_carry}
-        of_ys = {k: g for k, g in self.of_results.items() if k >= num_carry}
-        (wholes, sums, of_first), (of_scanned, given) = jax.lax.scan(
-            layer,
-            (wholes, sums, of_last),
-            (self.each, self.carries, self.inputs[start:], of_ys),
-            reverse=not loss.is_reverse,
-        )
-        of_first = {num_consts + k: g for k, g in of_first.items()}
-        return wholes, self._of_leaves(sums | of_first | of_scanned), given
-
-    def _gradients(
-        self, parts: Numbered, inputs: Sequence[jax.Array | None], of_results: Numbered
-    ) -> tuple[Numbered, Numbered]:
-        """The gradients of one layer, by its parts of stacks and by active inputs."""
-
-        def results(parts: Numbered, active: Numbered) -> Numbered:
-            given = [active.get(k, x) for k, x in enumerate(inputs)]
-            made = self.loss.layer_results(self.loss.with_layers(given, parts))
-            return _divided(made, of_results)[0]
-
-        active, _ = _divided(inputs, self.active)
-        _, pull = jax.vjp(results, parts, active)
-        of_parts, of_active = pull(of_results)
-        return of_parts, of_active
-
-    def _of_leaves(self, of_inputs: Numbered) -> Numbered:
-        """The gradients of leaves that are no stacks, with those by scan inputs."""
-        positions = {x: k for k, x in enumerate(self.loss.read_later)}
-        total = dict(self.of_values)
-        for k, g in of_inputs.items():
-            x = self.loss.scan.invars[k]
-            if is_variable(x) and positions[x] in total:
-                total[positions[x]] += g
-        return self.pull_before(total)[0]
+        gradients, wholes = dict(self.of_loss), [*wholes]
+        given: LayerParts = {}
+        k = len(wholes)
+        for part in reversed(self.passes):
+            if isinstance(part, DensePass):
+                part.run(gradients)
+                continue
+            k -= 1
+            wholes[k], parts = part.run(gradients, wholes[k], self.each[k], applies[k])
+            given |= parts
+        of_leaves = {n: _taken(gradients, x) for n, x in self.leaves.items()}
+        return wholes, of_leaves, given
 
 
 def forward(
-    loss: ScannedLoss, leaves: Numbered
-) -> tuple[list[jax.Array], Numbered, BackwardPass]:
-    """The results of a loss, its stacks, which are as before, and its backward pass."""
-    others = {n: p for n, p in leaves.items() if n not in loss.axes}
-    learns_before = _with_derivative(loss.values_before, others)
+    loss: StackedLoss, leaves: Numbered, frozen: Collection[int]
+) -> tuple[list[jax.Array], list[Numbered], BackwardPass]:
+    """The results of a loss, the stacks of each scan, and its backward pass.
 
-    def before(others: Numbered) -> tuple[Numbered, Numbered]:
-        return _divided(loss.values_before(others), learns_before)
-
-    values, pull_before, fixed = jax.vjp(before, others, has_aux=True)
-    inputs = loss.scan_inputs(_joined(values, fixed))
-    active, active_results = _depending_on(loss, learns_before)
-    stacks, carries, scan_results = _scan(loss, inputs, leaves)
-    made, fixed_made = _divided(scan_results, active_results)
-
-    def after(made: Numbered, values: Numbered) -> tuple[jax.Array, list[jax.Array]]:
-        given = _joined(values, fixed), _joined(made, fixed_made)
-        results = loss.loss_results(*given)
-        return results[0], results
-
-    differentiated = jax.value_and_grad(after, (0, 1), has_aux=True)
-    (_, results), (of_made, of_values) = differentiated(made, values)
-    each = jnp.arange(loss.length)
+    The stacks are as before. ``frozen`` are the numbers of leaves without a gradient.
+    """
+    jaxpr = loss.closed.jaxpr
+    values: Values = dict(zip(jaxpr.constvars, loss.closed.consts, strict=True))
+    values |= {x: leaves[n] for n, x in loss.leaves.items()}
+    stacks = [{n: loss.leaves[n] for n in scan.axes} for scan in loss.scans]
+    learning = {n: x for n, x in loss.leaves.items() if n not in frozen}
+    dense = {n: x for n, x in learning.items() if not any(n in x for x in stacks)}
+    active = set(dense.values())
+    passes = [
+        _dense(part, values, active, {x for found in stacks for x in found.values()})
+        if isinstance(part, Dense)
+        else _scanned(part, values, active, loss.leaves, frozen)
+        for part in loss.parts
+    ]
+    results = jaxprs.read(values, jaxpr.outvars)
+    of_loss = {jaxpr.outvars[0]: jax.grad(lambda x: x)(results[0])}
     backward = BackwardPass(
-        loss, inputs, carries, active, of_made, of_values, pull_before, each
+        passes,
+        {x: g for x, g in of_loss.items() if x in active},
+        dense,
+        [jnp.arange(scan.length) for scan in loss.scans],
     )
-    return results, stacks, backward
+    return (
+        results,
+        [{n: values[x] for n, x in found.items()} for found in stacks],
+        backward,
+    )
 
 
-def _scan(
-    loss: ScannedLoss, inputs: list[jax.Array | None], leaves: Numbered
-) -> tuple[Numbered, list[jax.Array], list[jax.Array]]:
-    """The stacks, the carry with which each layer begins, and the scan's results."""
-    num_consts, num_carry = versions.scan_lengths(loss.scan)
+def _dense(
+    part: Dense, values: Values, active: set[Var], stacks: set[Var]
+) -> DensePass:
+    """Adds the results of a dense part to ``values``, what learns to ``active``."""
+    read = host.to_device([values[x] for x in part.reads])
+    given, others = _divided(read, jaxprs.among(part.reads, active))
+    learning = _with_derivative(lambda *x: part.results(_joined(*x)), given, others)
+
+    def results(given: Numbered) -> tuple[Numbered, Numbered]:
+        return _divided(part.results(_joined(given, others)), learning)
+
+    made, pull, fixed = jax.vjp(results, given, has_aux=True)
+    values.update(zip(part.makes, _joined(made, fixed), strict=True))
+    active.update(part.makes[k] for k in learning)
+    # Otherwise the compiler might keep a copy of a stack that is read as a whole.
+    for x in stacks.intersection(part.reads):
+        values[x], _ = compilers.barrier((values[x], (made, fixed)))
+    return DensePass(part, learning, pull)
+
+
+def _scanned(
+    scan: Scan,
+    values: Values,
+    active: set[Var],
+    leaves: Mapping[int, Var],
+    frozen: Collection[int],
+) -> ScanPass:
+    """Adds the results of a scan to ``values``, what learns to ``active``."""
+    num_consts, num_carry = scan.lengths
     start = num_consts + num_carry  # Of the inputs that the scan goes over.
+    inputs, axes = scan.inputs(values), scan.axes
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
         (carry, stacks), (i, scanned) = carried, x
-        read = {
-            n: compilers.read_layer(stacks[n], i, loss.length, axis)
-            for n, axis in loss.axes.items()
-        }
-        parts = {n: part for n, (part, _) in read.items()}
-        given = loss.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
-        results = loss.layer_results(given)
-        stacks = {n: stack for n, (_, stack) in read.items()}
+        parts, stacks = _next_layers(stacks, axes, i, scan.length)
+        given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
+        results = scan.layer_results(given)
         return (results[:num_carry], stacks), (carry, results[num_carry:])
 
     (last, stacks), (carries, ys) = jax.lax.scan(
         layer,
-        (inputs[num_consts:start], {n: leaves[n] for n in loss.axes}),
-        (jnp.arange(loss.length), inputs[start:]),
-        reverse=loss.is_reverse,
+        (inputs[num_consts:start], {n: values[leaves[n]] for n in axes}),
+        (jnp.arange(scan.length), inputs[start:]),
+        reverse=scan.is_reverse,
     )
-    return stacks, carries, [*last, *ys]
+    values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
+    values.update((leaves[n], stack) for n, stack in stacks.items())
+    known = jaxprs.among(scan.eqn.invars, active)
+    learning, learning_results = _depending_on(scan, known, frozen)
+    active.update(scan.eqn.outvars[k] for k in learning_results)
+    kept = {n: axis for n, axis in axes.items() if n in frozen}
+    return ScanPass(scan, inputs, carries, kept, learning, learning_results)
+
+
+def _next_layers(
+    stacks: Numbered, axes: Mapping[int, int], i: jax.Array, length: int
+) -> tuple[Numbered, Numbered]:
+    """Layer ``i`` of these stacks, and the stacks for a loop that only reads them."""
+    parts, kept = {}, {}
+    for n, axis in axes.items():
+        if host.is_on_host(stacks[n]):
+            parts[n] = host.read_layer(stacks[n], i, length, axis)
+            kept[n] = stacks[n]
+        else:
+            parts[n], kept[n] = compilers.read_layer(stacks[n], i, length, axis)
+    return parts, kept
 
 
 def _depending_on(
-    loss: ScannedLoss, before: Collection[int]
+    scan: Scan, given: Collection[int], frozen: Collection[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The positions of the scan's inputs that depend on parameters, and of its results.
+    """The positions of a scan's inputs that depend on parameters, and of its results.
 
-    ``before`` has the positions of the values before the scan that do. A carry depends
-    on parameters if a layer makes it depend on them.
+    ``given`` has the positions of those that do. A carry depends on parameters if a
+    layer makes it depend on them.
     """
-    num_consts, num_carry = versions.scan_lengths(loss.scan)
-    learning = [loss.read_later[k] for k in before]
-    body = loss.scan.params["jaxpr"]
-    types = dict(enumerate(body.in_avals))
+    num_consts, num_carry = scan.lengths
+    types = scan.eqn.params["jaxpr"].in_avals
     layers = {
         k
-        for k, stack in enumerate(loss.scanned_stacks)
-        if stack and jnp.issubdtype(types[k].dtype, jnp.inexact)
+        for k, stack in enumerate(scan.stacks)
+        if stack
+        and stack.number not in frozen
+        and jnp.issubdtype(types[k].dtype, jnp.inexact)
     }
-    active = {k for k, x in enumerate(loss.scan.invars) if x in learning}
+    active = set(given)
     while True:
-        given, others = _divided(types.values(), active | layers)
         results = _with_derivative(
-            lambda given, others: loss.layer_results(_joined(given, others)),
-            given,
-            others,
+            lambda *x: scan.layer_results(_joined(*x)),
+            *_divided(types, active | layers),
         )
         carry = {num_consts + k for k in results if k < num_carry}
         if carry <= active:
@@ -252,3 +362,14 @@ def _divided(
 def _joined(values: Numbered, others: Numbered) -> list[jax.Array]:
     """All values, in the order of their positions."""
     return [x for _, x in sorted((values | others).items())]
+
+
+def _taken(gradients: Values, x: Var) -> jax.Array:
+    """The gradient by a variable, which is read no more; zeros if there is none."""
+    aval: Any = x.aval
+    return gradients.pop(x) if x in gradients else constants.zeros_of_type(aval)
+
+
+def _add(gradients: Values, more: Iterable[tuple[Var, jax.Array]]) -> None:
+    for x, g in more:
+        gradients[x] = gradients[x] + g if x in gradients else g

@@ -1,26 +1,31 @@
-"""Finds the scan that goes over stacks of layers, in the jaxpr of a loss.
+"""Finds the scans that go over stacks of layers, in the jaxpr of a loss.
 
 A stack is an input of the jaxpr, and every use of it is an equation. It may be cast,
 transposed or divided into groups of layers, and then one ``scan`` goes over it. These
 equations are evaluated again for each layer. So no other part of the loss needs the
 whole stack. If a ``scan`` goes over groups, and another one inside of it over layers, a
-group is a layer.
+group is a layer. What gives the loss no derivative may read the whole stack.
+
+So a loss is a sequence of dense parts and of scans over stacks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeGuard
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
 from gradxform._slices.rules import RULES, Along, resized, shape_of
+from gradxform._training import dense
+from gradxform._training.dense import Dense
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # What may be done with a stack before a scan goes over it.
 _BY_LAYER = versions.SAME_VALUES | {
@@ -34,8 +39,8 @@ _BY_LAYER = versions.SAME_VALUES | {
 
 _REFUSED = (
     "{0!r} is one of layers, but {1}. One jax.lax.scan of the loss must go over it, "
-    "and nothing else may read it. Read each layer inside of the scan, or leave {0!r} "
-    "out of layers."
+    "and nothing else that has a derivative may read it. Read each layer inside of the "
+    "scan, or leave {0!r} out of layers."
 )
 
 
@@ -83,81 +88,48 @@ class StackVariable(NamedTuple):
         raise ValueError(_REFUSED.format(self.path, reason))
 
 
-class ScannedLoss(NamedTuple):
-    """The jaxpr of a loss, whose equations stand before, in and after a scan.
+class Scan(NamedTuple):
+    """A scan over stacks.
 
     Attributes:
-      closed: the jaxpr, of stacks and of other leaves.
-      numbers: the number of the leaf that each of its inputs is.
-      stacks: the variables that have the values of stacks.
-      position: that of the scan among the equations.
+      eqn: it.
+      stacks: the stack of each input; None for an input that is no stack.
     """
 
-    closed: ClosedJaxpr
-    numbers: list[int]
-    stacks: dict[Var, StackVariable]
-    position: int
-
-    @property
-    def scan(self) -> JaxprEqn:
-        return self.closed.jaxpr.eqns[self.position]
+    eqn: JaxprEqn
+    stacks: list[StackVariable | None]
 
     @property
     def length(self) -> int:
         """The number of layers."""
-        return self.scan.params["length"]
+        return self.eqn.params["length"]
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """How many of its inputs are constants, and how many are its carry."""
+        return versions.scan_lengths(self.eqn)
 
     @property
     def is_reverse(self) -> bool:
         """Whether the last layer is the first."""
-        return self.scan.params["reverse"]
-
-    @property
-    def scanned_stacks(self) -> list[StackVariable | None]:
-        """The stack of each input of the scan; None for an input that is no stack."""
-        atoms = self.scan.invars
-        return [self.stacks.get(x) if is_variable(x) else None for x in atoms]
+        return self.eqn.params["reverse"]
 
     @property
     def axes(self) -> dict[int, int]:
         """The axis of the layers of each stack, by its number."""
-        stacks = filter(None, self.scanned_stacks)
+        stacks = filter(None, self.stacks)
         return {stack.number: stack.layers(self.length)[0].axis for stack in stacks}
 
-    @property
-    def read_later(self) -> list[Var]:
-        """The variables before the scan that it or a later equation reads.
+    def inputs(self, env: Mapping[Var, Any]) -> list[jax.Array | None]:
+        """The inputs of the scan, from values of variables; None for stacks."""
 
-        Those of stacks are left out.
-        """
-        jaxpr = self.closed.jaxpr
-        later = jaxpr.eqns[self.position :]
-        read = [x for eqn in later for x in eqn.invars] + [*jaxpr.outvars]
-        computed_later = {x for eqn in later for x in eqn.outvars}
-        return [
-            x
-            for x in dict.fromkeys(filter(is_variable, read))
-            if x not in computed_later and x not in self.stacks
-        ]
+        def value(stack: StackVariable | None, x: Var | Literal) -> jax.Array | None:
+            if stack is not None:
+                return None
+            aval: Any = x.aval
+            return jnp.asarray(host.to_device(jaxprs.read(env, [x])[0]), aval.dtype)
 
-    def values_before(self, leaves: Mapping[int, jax.Array]) -> list[jax.Array]:
-        """The values of the variables in :attr:`read_later`."""
-        jaxpr = self.closed.jaxpr
-        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
-        inputs = zip(self.numbers, jaxpr.invars, strict=True)
-        env |= {x: leaves[n] for n, x in inputs if n in leaves}
-        self._evaluate(env, jaxpr.eqns[: self.position])
-        return [env[x] for x in self.read_later]
-
-    def scan_inputs(self, before: Sequence[jax.Array]) -> list[jax.Array | None]:
-        """The inputs of the scan, from the values before it; None for stacks."""
-        env = dict(zip(self.read_later, before, strict=True))
-        values = jaxprs.read({**dict.fromkeys(self.stacks), **env}, self.scan.invars)
-        types: list[Any] = [x.aval for x in self.scan.invars]
-        return [
-            x if x is None else jnp.asarray(x, t.dtype)
-            for x, t in zip(values, types, strict=True)
-        ]
+        return list(map(value, self.stacks, self.eqn.invars))
 
     def with_layers(
         self, inputs: Sequence[Any], parts: Mapping[int, jax.Array]
@@ -168,86 +140,182 @@ class ScannedLoss(NamedTuple):
         """
         return [
             x if stack is None else stack.layer(parts[stack.number], self.length)
-            for stack, x in zip(self.scanned_stacks, inputs, strict=True)
+            for stack, x in zip(self.stacks, inputs, strict=True)
         ]
 
     def layer_results(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """The results of the scan's body: the carry, and what it gives further."""
-        body = self.scan.params["jaxpr"]
+        body = self.eqn.params["jaxpr"]
         return jaxprs.run(body.jaxpr, [*body.consts, *inputs])
 
-    def loss_results(
-        self, before: Sequence[jax.Array], results: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        """The results of the loss, from values before the scan and its results."""
-        env = dict(zip(self.read_later, before, strict=True))
-        env |= zip(self.scan.outvars, results, strict=True)
-        self._evaluate(env, self.closed.jaxpr.eqns[self.position + 1 :])
-        return jaxprs.read(env, self.closed.jaxpr.outvars)
 
-    def _evaluate(self, env: dict[Var, jax.Array], eqns: Sequence[JaxprEqn]) -> None:
-        """Adds the results of equations, but of those that only give whole stacks."""
-        eqns = [x for x in eqns if self.stacks.keys().isdisjoint(x.outvars)]
-        jaxprs.advance(eqns, env)
+class StackedLoss(NamedTuple):
+    """The jaxpr of a loss, divided into parts.
+
+    Attributes:
+      closed: the jaxpr, of stacks and of other leaves.
+      leaves: its inputs, by the numbers of leaves.
+      parts: dense parts and scans over stacks, one after another.
+    """
+
+    closed: ClosedJaxpr
+    leaves: dict[int, Var]
+    parts: list[Dense | Scan]
+
+    @property
+    def scans(self) -> list[Scan]:
+        return [part for part in self.parts if isinstance(part, Scan)]
 
 
-def find_scan(
-    closed: ClosedJaxpr, numbers: list[int], paths: Mapping[int, str]
-) -> ScannedLoss:
-    """The scan of a loss over its stacks.
+def find_scans(
+    closed: ClosedJaxpr,
+    numbers: Sequence[int],
+    paths: Mapping[int, str],
+    frozen: Collection[int],
+) -> StackedLoss:
+    """The scans of a loss over its stacks.
 
     ``numbers`` are those of the leaves that are its inputs, and ``paths`` has a path
-    for the number of each stack.
+    for the number of each stack. Those in ``frozen`` get no gradient.
 
     Raises:
-      ValueError: a stack is read in another way than by one scan, the same for all.
+      ValueError: a stack is read in another way than by one scan.
     """
-    closed = jaxprs.inlined(closed)
-    jaxpr = closed.jaxpr
-    inputs = zip(numbers, jaxpr.invars, strict=True)
-    stacks = {x: StackVariable(n, paths[n]) for n, x in inputs if n in paths}
-    # For each stack, the position of its scan, and which axis it goes over.
-    scans: dict[int, tuple[int, int]] = {}
-    for position, eqn in enumerate(jaxpr.eqns):
-        read = dict.fromkeys(filter(is_variable, eqn.invars))
-        for x in filter(stacks.__contains__, read):
+    closed = opened(closed, [k for k, n in enumerate(numbers) if n in paths])
+    jaxpr, eqns = closed.jaxpr, jaxprs.needed(closed.jaxpr)
+    leaves = dict(zip(numbers, jaxpr.invars, strict=True))
+    stacks = {leaves[n]: StackVariable(n, path) for n, path in paths.items()}
+    scans, whole = _uses(jaxpr, eqns, stacks, frozen)
+    for n in paths:
+        stack, is_scanned = stacks[leaves[n]], n in scans
+        aval: Any = leaves[n].aval
+        over = aval.sharding.spec[scans[n][1]] if is_scanned else None
+        if n in frozen and (over or not is_scanned):  # Then it is no stack.
+            scans.pop(n, None)
+            stacks = {x: s for x, s in stacks.items() if s.number != n}
+        elif not is_scanned:
+            stack.refuse("no scan goes over it")
+        elif over:
+            stack.refuse(f"its layers are sharded over {over!r}")
+        elif jaxprs.calls_host(scans[n][0]):
+            # The backward pass would get another result than the forward pass.
+            its = jaxprs.place(scans[n][0])
+            stack.refuse(f"{its} has an io_callback, which would be called twice")
+    by_layer = stacks.keys() - whole
+    eqns = [eqn for eqn in eqns if by_layer.isdisjoint(eqn.outvars)]
+
+    def scan(eqn: JaxprEqn) -> Scan:
+        read = jaxprs.among(eqn.invars, stacks).items()
+        over = {k: stacks[x] for k, x in read if _goes_over(eqn, k)}
+        return Scan(eqn, [over.get(k) for k in range(len(eqn.invars))])
+
+    over_stacks = {id(eqn) for eqn, _ in scans.values()}
+    parts = dense.divided(eqns, jaxpr.outvars, lambda eqn: id(eqn) in over_stacks)
+    return StackedLoss(
+        closed, leaves, [x if isinstance(x, Dense) else scan(x) for x in parts]
+    )
+
+
+def _uses(
+    jaxpr: Jaxpr,
+    eqns: Sequence[JaxprEqn],
+    stacks: dict[Var, StackVariable],
+    frozen: Collection[int],
+) -> tuple[dict[int, tuple[JaxprEqn, int]], set[Var]]:
+    """The scan over each stack and its axis, by number; variables that are read whole.
+
+    Adds the variables that equations make of stacks to ``stacks``.
+    """
+    differentiated = jaxprs.differentiated(jaxpr.outvars[0], eqns)
+    scans: dict[int, tuple[JaxprEqn, int]] = {}
+    whole: set[Var] = set()
+    for eqn in eqns:
+        is_active = not differentiated.isdisjoint(eqn.outvars)
+        for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
             if eqn.primitive.name in _BY_LAYER:
                 equations = *stack.equations, eqn
                 stacks[eqn.outvars[0]] = stack._replace(equations=equations)
-                continue
-            is_scan = eqn.primitive.name == Op.SCAN
-            if not is_scan or x in eqn.invars[: sum(versions.scan_lengths(eqn))]:
+            elif is_active and _goes_over(eqn, k):
+                if not eqn.params["length"]:
+                    stack.refuse("it has no layer")
+                over = eqn, stack.layers(eqn.params["length"])[0].axis
+                first = scans.setdefault(stack.number, over)
+                if first != over:
+                    its, other = jaxprs.place(eqn), jaxprs.place(first[0])
+                    stack.refuse(f"a second scan goes over it, {its}, after {other}")
+            elif is_active and stack.number not in frozen:
                 stack.refuse(f"it is used by {jaxprs.place(eqn)}")
-            if not eqn.params["length"]:
-                stack.refuse("it has no layer")
-            over = position, stack.layers(eqn.params["length"])[0].axis
-            if scans.setdefault(stack.number, over) != over:
-                stack.refuse(f"a second scan goes over it, {jaxprs.place(eqn)}")
-    for x in filter(is_variable, jaxpr.outvars):
-        if x in stacks:
-            stacks[x].refuse("the loss returns it")
-    for n, path in paths.items():
-        if n not in scans:
-            StackVariable(n, path).refuse("no scan goes over it")
-    first = StackVariable(*next(iter(paths.items())))
-    position, _ = scans[first.number]
-    for n, path in paths.items():
-        if scans[n][0] != position:
-            its, other = (jaxprs.place(jaxpr.eqns[k]) for k in (scans[n][0], position))
-            how = f"{its} goes over it, and {other} over {first.path!r}, so one call"
-            StackVariable(n, path).refuse(f"{how} cannot have both as layers")
-    for n, x in zip(numbers, jaxpr.invars, strict=True):
-        aval: Any = x.aval
-        if n in paths and (over := aval.sharding.spec[scans[n][1]]):
-            StackVariable(n, paths[n]).refuse(f"its layers are sharded over {over!r}")
-    scan = jaxpr.eqns[position]
-    if jaxprs.calls_host(scan):
-        # The backward pass would get another result than the forward pass.
-        its = jaxprs.place(scan)
-        first.refuse(f"{its} has an io_callback, which would be called twice")
-    return ScannedLoss(closed, numbers, stacks, position)
+            else:
+                whole.update(made.outvars[0] for made in stack.equations)
+    for x in jaxprs.among(jaxpr.outvars, stacks).values():
+        stacks[x].refuse("the loss returns it")
+    return scans, whole
 
 
-def is_variable(x: Var | Literal) -> TypeGuard[Var]:
-    return not hasattr(x, "val")
+def _goes_over(eqn: JaxprEqn, operand: int) -> bool:
+    """Whether an equation is a scan over this operand."""
+    is_scan = eqn.primitive.name == Op.SCAN
+    return is_scan and operand >= sum(versions.scan_lengths(eqn))
+
+
+def opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
+    """The same, without ``jit`` and without a ``jax.checkpoint`` that reads a stack.
+
+    ``stacks`` are the positions of its inputs that are stacks. What is beside the scans
+    of such a checkpoint gets a checkpoint of its own, with the same policy. The scans
+    need none: each layer is computed again anyway.
+    """
+    closed = jaxprs.inlined(closed)
+    of_stacks = _made_of(closed.jaxpr, stacks)
+
+    def is_opened(eqn: JaxprEqn) -> bool:
+        is_checkpoint = eqn.primitive.name == Op.CHECKPOINT
+        return is_checkpoint and bool(jaxprs.among(eqn.invars, of_stacks))
+
+    def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
+        del name
+        if not is_opened(eqn):
+            return None
+        return _outside(eqn, jaxprs.among(eqn.invars, of_stacks), inputs)
+
+    if not any(map(is_opened, closed.jaxpr.eqns)):
+        return closed
+    flat = jax.make_jaxpr(
+        lambda *x: jaxprs.run(closed.jaxpr, [*closed.consts, *x], rule)
+    )(*closed.in_avals)
+    return opened(flat, stacks)
+
+
+def _outside(
+    checkpoint: JaxprEqn, stacks: Collection[int], inputs: Sequence[Any]
+) -> list[Any]:
+    """The results of a checkpoint, with what reads stacks outside of checkpoints."""
+    inside, types = checkpoint.params["jaxpr"], [x.aval for x in checkpoint.invars]
+    closed = opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
+    jaxpr, of_stacks = closed.jaxpr, _made_of(closed.jaxpr, stacks)
+    env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env |= zip(jaxpr.invars, inputs, strict=True)
+    # What is made of stacks alone comes first, so it divides nothing.
+    eqns = sorted(jaxpr.eqns, key=lambda eqn: of_stacks.isdisjoint(eqn.outvars))
+    for part in dense.divided(
+        eqns,
+        jaxpr.outvars,
+        lambda eqn: bool(jaxprs.among(eqn.invars, of_stacks)),
+    ):
+        if not isinstance(part, Dense):
+            jaxprs.advance([part], env)
+            continue
+        options = {name: checkpoint.params[name] for name in ("policy", "prevent_cse")}
+        made = jax.checkpoint(part.results, **options)(jaxprs.read(env, part.reads))
+        env.update(zip(part.makes, made, strict=True))
+    return jaxprs.read(env, jaxpr.outvars)
+
+
+def _made_of(jaxpr: Jaxpr, stacks: Collection[int]) -> set[Var]:
+    """The variables that have the values of these inputs."""
+    found = {jaxpr.invars[k] for k in stacks}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in _BY_LAYER and jaxprs.among(eqn.invars, found):
+            found.update(eqn.outvars)
+    return found

@@ -937,18 +937,6 @@ def test_a_state_of_another_transformation():
         step(start(), optax.sgd(0.1).init(start()), IDS, Y)
 
 
-def test_two_scans():
-    def loss_fn(p, ids, y):
-        total, _ = jax.lax.scan(lambda c, w: (c + w.sum(), None), 0.0, p["bias"])
-        return plain(p, ids, y) + total
-
-    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["blocks", "bias"])
-    with pytest.raises(
-        ValueError, match=r"'blocks/b' is one of layers, .* cannot have both"
-    ):
-        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
-
-
 def test_one_scan_goes_over_two_axes_of_a_stack():
     def loss_fn(p):
         both = p["w"], p["w"].transpose(1, 0, 2)
@@ -960,20 +948,14 @@ def test_one_scan_goes_over_two_axes_of_a_stack():
         step(params, optax.sgd(0.1).init(params))
 
 
-def test_integers_and_tables():
+def test_integers():
     params = start() | {"n": jnp.ones(LAYERS, jnp.int32)}
     step = gx.minimize(tied, optax.sgd(0.1), layers=["blocks"])
     with pytest.raises(TypeError, match=r"int32 at \['n'\] has no gradient"):
         step(params, optax.sgd(0.1).init(params), IDS, Y)
-    with pytest.raises(TypeError, match="tables or layers, got both"):
-        gx.minimize(tied, optax.sgd(0.1), layers=["blocks"], tables=["emb"])
 
 
-def test_what_is_named_learns():
-    learns = {name: name != "blocks" for name in start()}
-    step = gx.minimize(tied, optax.sgd(0.1), trainable=learns, layers=["blocks"])
-    with pytest.raises(ValueError, match="'blocks', which is not trainable"):
-        step(start(), optax.sgd(0.1).init(start()), IDS, Y)
+def test_layers_is_no_sequence():
     for layers in ("blocks", None, (x for x in ["blocks"])):
         with pytest.raises(TypeError, match=r"layers must be a sequence of paths, got"):
             gx.minimize(tied, optax.sgd(0.1), layers=layers)

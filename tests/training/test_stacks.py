@@ -1,0 +1,394 @@
+"""``minimize(layers=...)`` of losses with several scans, checkpoints, frozen stacks."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+from tests.training.test_layers import check, train
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+WIDTH = 8
+X = jnp.asarray(np.random.default_rng(1).standard_normal((3, WIDTH)), jnp.float32)
+
+
+def start(dtype="float32"):
+    """Two stacks of other lengths, a stack of experts, and dense leaves around them."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(0.3 * rng.standard_normal(shape), dtype)
+
+    return {
+        "emb": draw(WIDTH, WIDTH),
+        "encoder": {"w": draw(3, WIDTH, WIDTH), "b": draw(3, WIDTH)},
+        "between": draw(WIDTH),
+        "decoder": {"w": draw(2, WIDTH, WIDTH), "cross": draw(2, WIDTH, WIDTH)},
+        "up": {"w": draw(3, WIDTH, WIDTH), "skip": draw(3, WIDTH, WIDTH)},
+        "experts": {"w": draw(2, 4, WIDTH, WIDTH), "gate": draw(2, WIDTH, 4)},
+        "head": draw(WIDTH, WIDTH),
+    }
+
+
+def error(p, x):
+    return jnp.mean((x.astype(jnp.float32) @ p["head"] - 1) ** 2)
+
+
+def encode(p, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["w"] + w["b"]), None
+
+    return jax.lax.scan(layer, x @ p["emb"], p["encoder"])[0]
+
+
+def decode(p, x, seen):
+    """Each layer reads what the encoder gave."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w["w"] + seen @ w["cross"]), None
+
+    return jax.lax.scan(layer, x, p["decoder"])[0]
+
+
+def encoder_and_decoder(p, x):
+    seen = encode(p, x) * p["between"]
+    return error(p, decode(p, jnp.cos(x) @ p["emb"], seen))
+
+
+def one_after_another(p, x):
+    return error(p, decode(p, encode(p, x), p["between"]))
+
+
+def with_experts(p, x):
+    """Dense layers, then experts, whose balance is in the loss."""
+
+    def layer(carry, w):
+        x, balance = carry
+        part = jax.nn.softmax(x @ w["gate"])
+        y = jnp.einsum("be,bd,edf->bf", part, x, w["w"])
+        return (x + jnp.tanh(y), balance + jnp.sum(part.mean(0) ** 2)), part
+
+    (x, balance), parts = jax.lax.scan(layer, (encode(p, x), 0.0), p["experts"])
+    return error(p, x) + 0.1 * balance + 0.01 * jnp.sum(parts[-1] ** 3)
+
+
+def down_and_up(p, x):
+    """The second scan goes backwards, and reads what each layer of the first gave."""
+
+    def down(x, w):
+        x = x + jnp.tanh(x @ w["w"] + w["b"])
+        return x, x * p["between"]
+
+    def up(x, each):
+        w, skipped = each
+        return jnp.tanh(x @ w["w"].T) + skipped @ w["skip"], x.mean()
+
+    x, skipped = jax.lax.scan(down, x @ p["emb"], p["encoder"])
+    x, means = jax.lax.scan(up, x, (p["up"], skipped), reverse=True)
+    return error(p, x) + means.sum()
+
+
+def checkpointed(p, x):
+    """One checkpoint around everything, and others inside and between."""
+    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def between(x):
+        return jnp.tanh(jnp.sin(x) @ p["emb"]) * p["between"]
+
+    @jax.checkpoint
+    def both(p, x):
+        half = jax.tree.map(lambda w: w.astype(jnp.bfloat16).astype(w.dtype), p)
+        seen = between(jax.checkpoint(encode)(half, x))
+        return decode(half, jnp.cos(seen), seen)
+
+    return jax.checkpoint(lambda p, x: error(p, both(p, x)), policy=policy)(p, x)
+
+
+def one_under_a_checkpoint(p, x):
+    seen = jax.checkpoint(jax.jit(encode))(p, x)
+    return error(p, decode(p, x, jax.checkpoint(jnp.sin)(seen)))
+
+
+def three(p, x):
+    @jax.jit
+    def up(x, w):
+        return jnp.tanh(x @ w["w"] + x @ w["skip"]), None
+
+    x = jax.checkpoint(encode)(p, x)
+    x, _ = jax.lax.scan(up, decode(p, x, x), p["up"], unroll=3)
+    return error(p, x)
+
+
+LAYERS = {
+    encoder_and_decoder: ["encoder", "decoder"],
+    one_after_another: ["encoder", "decoder"],
+    with_experts: ["encoder", "experts"],
+    down_and_up: ["encoder", "up"],
+    checkpointed: ["encoder", "decoder"],
+    one_under_a_checkpoint: ["encoder", "decoder"],
+    three: ["encoder", "decoder", "up"],
+}
+
+
+def check_loss(loss_fn, tx, layers=None, make=start, **how):
+    layers = layers or LAYERS[loss_fn]
+    check(loss_fn, tx, make, X, layers=layers, rtol=2e-5, **how)
+
+
+@pytest.mark.parametrize("loss_fn", LAYERS, ids=lambda f: f.__name__)
+def test_several_scans(loss_fn):
+    check_loss(loss_fn, optax.adamw(0.01))
+
+
+@pytest.mark.parametrize("loss_fn", LAYERS, ids=lambda f: f.__name__)
+def test_each_scan_by_itself(loss_fn):
+    """The other scan is a dense part."""
+    for name in LAYERS[loss_fn]:
+        check_loss(loss_fn, optax.sgd(0.1), [name])
+
+
+def stacked(params):
+    names = {"encoder", "decoder", "up", "experts"}
+    return {
+        k: jax.tree.map(lambda _, k=k: int(k in names), v) for k, v in params.items()
+    }
+
+
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.1, momentum=0.9),
+    "adagrad": gx.adagrad(0.1),
+    "novograd": gx.novograd(0.1, stacked_axes=stacked),
+    "accumulate": gx.accumulate(optax.adamw(0.01), num_required=2),
+    "drop_stale": gx.drop_stale(optax.adamw(0.01), max_staleness=4),
+    "measure_norms": optax.chain(
+        gx.measure_norms(stacked_axes=stacked), optax.sgd(0.1)
+    ),
+    "partition": optax.partition(
+        {"a": optax.adam(0.01), "b": optax.sgd(0.1)},
+        lambda p: {k: "a" if k == "decoder" else "b" for k in p},
+    ),
+}
+TWO_PASSES = {
+    "clip_by_global_norm": gx.clip_by_global_norm(0.1),
+    "skip_spikes": gx.skip_spikes(optax.adam(0.01)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.01), 2),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("loss_fn", [encoder_and_decoder, down_and_up])
+def test_any_optimizer(loss_fn, name):
+    extra = {"local_step": 0} if name == "drop_stale" else {}
+    check_loss(loss_fn, OPTIMIZERS[name], extra=extra)
+
+
+@pytest.mark.parametrize("name", TWO_PASSES)
+@pytest.mark.parametrize("loss_fn", [with_experts, checkpointed])
+def test_two_passes(loss_fn, name):
+    """A sum goes over the layers of both."""
+    tx = TWO_PASSES[name]
+    if name.startswith("clip"):
+        tx = optax.chain(tx, optax.adam(0.01))
+    check_loss(loss_fn, tx, two_passes=True)
+
+
+@pytest.mark.parametrize("loss_fn", [encoder_and_decoder, three])
+def test_master_weights(loss_fn):
+    tx = gx.master_weights(optax.adamw(0.01))
+    names = LAYERS[loss_fn]
+    make = functools.partial(start, "bfloat16")
+    wanted, got = (train(loss_fn, tx, make(), X, layers=x) for x in ((), names))
+    assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
+    got, wanted = (gx.get_master_weights(p, state) for p, state, _ in (got, wanted))
+    chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+# Frozen parts.
+
+
+def adapted(p, x):
+    """A frozen base, of which each layer gets a part that learns."""
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p["base"])
+
+    def layer(x, each):
+        w, lora = each
+        y = x @ w["w"].astype(x.dtype) + (x @ lora["a"]) @ lora["b"]
+        return x + jnp.tanh(y) * w["gain"].astype(x.dtype), None
+
+    x, _ = jax.lax.scan(layer, x, (half, p["lora"]))
+    return error(p, x)
+
+
+def with_base():
+    params = start()
+    return {
+        "base": {"w": params["encoder"]["w"], "gain": params["encoder"]["b"]},
+        "lora": {"a": params["encoder"]["w"][..., :2], "b": params["up"]["w"][:, :2]},
+        "head": params["head"],
+    }
+
+
+BASE = {"base": False, "lora": True, "head": True}
+
+
+@pytest.mark.parametrize(
+    "layers", [["lora"], ["base"], ["base/w", "lora"], ["base", "lora"]]
+)
+def test_a_frozen_base(layers):
+    check_loss(adapted, optax.adamw(0.01), layers, with_base, trainable=BASE)
+
+
+@pytest.mark.parametrize("frozen", ["encoder", "decoder"])
+def test_a_frozen_stack_of_two(frozen):
+    trainable = {name: name != frozen for name in start()}
+    check_loss(encoder_and_decoder, optax.adamw(0.01), trainable=trainable)
+
+
+@pytest.mark.parametrize("layers", [[], ["lora"], ["base", "lora"]])
+@pytest.mark.parametrize(
+    "tx", [optax.adamw(0.01), gx.accumulate(optax.adam(0.01), 2), gx.adagrad(0.1)]
+)
+def test_a_state_for_the_trainable_part(tx, layers):
+    """It is smaller, and the numbers are those of a state for all."""
+    step = gx.minimize(adapted, tx, trainable=BASE, layers=layers)
+    params, all_of_it = with_base(), train(adapted, tx, with_base(), X, trainable=BASE)
+    state = tx.init(with_base() | {"base": {"w": None, "gain": None}})
+    size = len(jax.tree.leaves(state))
+    for loss in all_of_it[2]:
+        params, state, got = step(params, state, X)
+        np.testing.assert_allclose(got, loss[0], rtol=2e-5)
+    assert len(jax.tree.leaves(state)) == size < len(jax.tree.leaves(all_of_it[1]))
+    chex.assert_trees_all_close(params, all_of_it[0], rtol=2e-5, atol=2e-6)
+
+
+# Tables.
+
+
+def read_rows(p, x):
+    """Rows are read in front of the scans and behind them."""
+    ids = (10 * jnp.abs(x)).astype(jnp.int32) % WIDTH
+    x = encode(p | {"emb": jnp.eye(WIDTH)}, gx.lookup(p["emb"], ids).mean(1))
+    return error(p, decode(p, x, p["between"])) + gx.lookup(p["emb"], ids[0]).sum(), ids
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.adagrad(0.1),
+        gx.lazy(optax.adam(0.01)),
+        gx.accumulate(gx.adagrad(0.1, row_wise=True), 2),
+        gx.ftrl(0.1),
+    ],
+)
+@pytest.mark.parametrize("layers", [["encoder", "decoder"], ["decoder"]])
+def test_tables_beside_layers(tx, layers):
+    check_loss(read_rows, tx, layers, tables=["emb"], has_aux=True)
+
+
+def test_tables_beside_layers_in_two_passes():
+    tx = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
+    check_loss(
+        read_rows, tx, ["encoder"], tables=["emb"], has_aux=True, two_passes=True
+    )
+
+
+def test_an_optimizer_that_takes_no_rows():
+    step = gx.minimize(
+        read_rows, optax.adam(0.1), has_aux=True, tables=["emb"], layers=["encoder"]
+    )
+    with pytest.raises(TypeError, match=r"gradxform\.lazy"):
+        step(start(), optax.adam(0.1).init(start()), X)
+
+
+# Reads of whole stacks.
+
+
+def norm(tree):
+    return jnp.sqrt(
+        sum(jnp.sum(x.astype(jnp.float32) ** 2) for x in jax.tree.leaves(tree))
+    )
+
+
+def with_reads(p, x):
+    """What has no derivative: in the aux, behind stop_gradient, as integers, dead."""
+    jnp.take(p["encoder"]["w"], 0, axis=0)  # As haliax asks for shapes.
+    is_finite = jnp.isfinite(p["encoder"]["b"]).all()
+    scale = jax.lax.stop_gradient(norm(p["decoder"]))
+    half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p)
+    loss = encoder_and_decoder(p, x) / scale
+    largest, _ = jax.lax.scan(
+        lambda m, w: (jnp.maximum(m, jnp.abs(w).max()), None), 0.0, p["encoder"]["w"]
+    )
+    aux = {"norm": norm(half["encoder"]), "after": loss * norm(p["decoder"]["w"])}
+    return jnp.where(is_finite, loss, jnp.nan), aux | {"largest": largest}
+
+
+@pytest.mark.parametrize("names", [["encoder", "decoder"], ["encoder"], ["decoder/w"]])
+def test_reads_without_a_derivative(names):
+    check_loss(with_reads, optax.adamw(0.01), names, has_aux=True)
+
+
+def test_a_read_with_a_derivative():
+    def loss_fn(p, x):
+        return encoder_and_decoder(p, x) + 0.1 * norm(p["decoder"]["w"])
+
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["encoder", "decoder"])
+    params = start()
+    with pytest.raises(
+        ValueError,
+        match=r"'decoder/w' is one of layers, but it is used by .*test_stacks.py.*"
+        "Read each layer inside of the scan",
+    ):
+        step(params, optax.sgd(0.1).init(params), X)
+    jax.block_until_ready(params)  # Nothing is lost.
+
+
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_two_scans_over_one_stack(is_checkpointed):
+    twice = jax.checkpoint(encode) if is_checkpointed else encode
+
+    def loss_fn(p, x):
+        return error(p, twice(p, twice(p, x)))
+
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["encoder"])
+    with pytest.raises(
+        ValueError,
+        match=r"'encoder/b' is one of .* a second scan goes over it, 'scan' .*"
+        r"test_stacks.py.*, after 'scan' .*test_stacks.py",
+    ):
+        step(start(), optax.sgd(0.1).init(start()), X)
+
+
+# What is kept.
+
+
+def large(p, x):
+    def layer(x, w):
+        return x + jnp.tanh(x @ w), None
+
+    seen, _ = jax.lax.scan(jax.checkpoint(layer), x, p["encoder"])
+    return jnp.mean(jax.lax.scan(jax.checkpoint(layer), seen, p["decoder"])[0] ** 2)
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
+def test_no_gradients_of_two_stacks_are_kept(around):
+    shape = jax.ShapeDtypeStruct((8, 256, 256), "float32")
+    params = {"encoder": shape, "decoder": shape}
+    x = jax.ShapeDtypeStruct((2, 256), "float32")
+    tx = optax.adamw(0.1)
+    kept = []
+    for layers in ((), ("encoder", "decoder")):
+        step = gx.minimize(around(large), tx, layers=layers)
+        lowered = step.lower(params, jax.eval_shape(tx.init, params), x)
+        memory = lowered.compile().memory_analysis()
+        kept.append(memory.temp_size_in_bytes / (2 * shape.size * 4))
+    assert kept[0] > 1
+    assert kept[1] <= 0.45
