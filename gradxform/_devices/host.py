@@ -119,13 +119,21 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
     """An array in the host's memory; it is moved after the last one.
 
     Otherwise the compiler would make all arrays before it moves one. In a loop over
-    layers it makes zeros layer by layer.
+    layers it makes zeros layer by layer. On CPU it needs no loop: it makes an array
+    where it is to lie.
     """
-    if not can_slice(x, 0) or jax.typeof(x).sharding.spec[0]:
+
+    def whole(x: jax.Array, *last: jax.Array) -> jax.Array:
         return jax.device_put(compilers.barrier((x, last))[0], _HOST)
-    each, _ = compilers.barrier((jnp.arange(len(x)), last))
-    row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
-    return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
+
+    def by_layer(x: jax.Array, *last: jax.Array) -> jax.Array:
+        each, _ = compilers.barrier((jnp.arange(len(x)), last))
+        row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
+        return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
+
+    is_divided = can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]
+    chosen = compilers.on_cpu(whole, by_layer) if is_divided else whole
+    return chosen(x, *jax.tree.leaves(last))
 
 
 def is_on_host(x: object) -> bool:
