@@ -120,12 +120,10 @@ def drop_stale(
     def decide(
         updates: optax.Updates,
         state: DropStaleState,
-        params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> Decision:
-        del params
         local_step = arguments.local_step("drop_stale", local_step)
         # staleness = global_step - local_step
         staleness = lateness.staleness(state.global_step, local_step)

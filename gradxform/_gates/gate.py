@@ -71,7 +71,7 @@ class Decision:
     ordered: bool = False
 
 
-# (updates, state, params, **extra) -> decision
+# (updates, state, **extra) -> decision
 Decide: TypeAlias = Callable[..., Decision]
 
 
@@ -195,7 +195,7 @@ def _guarded(
 ) -> tuple[Outcome, optax.OptState]:
     """The step of a gate: one conditional, and the new state."""
     given, state = state, maps.map_with_path(_own_brought, state)
-    decision = gate.decide(updates, state, params, **extra)
+    decision = gate.decide(updates, state, **extra)
     before = decision.state.inner_state
     by: By = "bool"
     buffers = decision.buffers

@@ -145,12 +145,10 @@ def skip_spikes(
     def decide(
         updates: optax.Updates,
         state: SkipSpikesState,
-        params: optax.Params | None,
         *,
         value: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> Decision:
-        del params
         updates = boundary.summed_rows(updates)  # Also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
         given = jnp.array([True, value is not None])

@@ -146,13 +146,11 @@ def worker_mean(
     def decide(
         updates: optax.Updates,
         state: WorkerMeanState,
-        params: optax.Params | None,
         *,
         worker: jax.typing.ArrayLike | None = None,
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> Decision:
-        del params
         _check(updates, boxes.as_in(updates, state.table))
         accepted, i = workers.row_of("worker_mean", worker, n)
         extra["worker"] = i

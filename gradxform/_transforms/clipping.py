@@ -16,7 +16,7 @@ from gradxform._numbers.norms import Layers, StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import with_extra_args_support
-from gradxform._trees.stateless import stateless
+from gradxform._trees.links import stateless
 from gradxform._trees.types import Leaf, PyTree
 
 
