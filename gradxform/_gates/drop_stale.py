@@ -105,7 +105,6 @@ def drop_stale(
     >>> state.global_step, state.stale_count, state.staleness
     (Array(2, dtype=int32), Array(1, dtype=int32), Array(2, dtype=int32))
     """
-    arguments.transformation("inner", inner)
     max_staleness = lateness.checked_bound(max_staleness)
 
     def init_fn(params: optax.Params) -> DropStaleState:

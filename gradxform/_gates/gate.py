@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._checks import structures
+from gradxform._checks import arguments, structures
 from gradxform._devices import host
 from gradxform._gates import missing
 from gradxform._gates.conditional import By, typed_cond
@@ -134,6 +134,7 @@ def gate(
     decide: Decide,
 ) -> GatedTransformation:
     """Makes a transformation from what a gate decides about a push."""
+    arguments.transformation("inner", inner)
     versions.before_tracing()
     inner = with_extra_args_support(inner)
 

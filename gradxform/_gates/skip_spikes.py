@@ -125,7 +125,6 @@ def skip_spikes(
     >>> state.history[0]  # of the norms
     Array([ 1.,  2., 50.,  3.], dtype=float32)
     """
-    arguments.transformation("inner", inner)
     window = arguments.length("window", window, f"[2, {2**31 - 1}]")
     sigmas = arguments.in_range("sigmas", sigmas, "[0, inf]")
     warmup = max(2, window // 2) if warmup is None else warmup

@@ -118,7 +118,6 @@ class Accumulator:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        arguments.transformation("inner", self.inner)
         if not callable(self.num_required):
             arguments.in_range(
                 "num_required", self.num_required, arguments.COUNTS, integer=True

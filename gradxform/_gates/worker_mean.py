@@ -138,7 +138,6 @@ def worker_mean(
     Array(-5., dtype=float32)
     >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
     """
-    arguments.transformation("inner", inner)
     n = arguments.length("num_workers", num_workers, arguments.COUNTS)
     arguments.one_of("method", method, get_args(Method))
     structures.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
