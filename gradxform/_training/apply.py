@@ -122,6 +122,10 @@ def minimize(
 
     .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
 
+    It is ``jax.value_and_grad`` and :func:`apply_gradients` in one program, so the
+    compiler sees the whole step. It returns the new parameters, the new state, and the
+    loss of the old parameters.
+
     On a mesh with automatic axes the compiler decides where results lie, and may divide
     a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
     out_shardings=...)`` around the step pins them; explicit axes do so by themselves.
