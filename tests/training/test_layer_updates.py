@@ -39,7 +39,7 @@ def start(layers=LAYERS):
 
 def loss_fn(p, x):
     def layer(x, w):
-        return x + jnp.tanh(jnp.tanh(x @ w["w"]) @ w["v"] + w["b"]), None
+        return x + jnp.tanh(jnp.tanh(x @ w["w"]) @ w["v"] + w.get("b", 0)), None
 
     return jnp.mean((jax.lax.scan(layer, x, p["blocks"])[0] @ p["head"] - 1) ** 2)
 
@@ -340,6 +340,8 @@ MIXED = {
         x, jnp.ones((1, *x.shape[1:])), jnp.argmax(jnp.ones(3)), 0
     ),
     "concatenate": lambda x: jnp.concatenate([x, x]).reshape(2, *x.shape)[0],
+    "qr": lambda x: jnp.moveaxis(jnp.linalg.qr(jnp.moveaxis(x, 0, 2))[0], 2, 0),
+    "scatter": lambda x: x.at[:2].set(jnp.zeros((2, *x.shape[1:]))),
 }
 
 
@@ -365,6 +367,17 @@ def adafactor(least, **how):
 def test_adafactor(least, layers):
     """Its placeholders have shape [1]; 6 columns are factored, or they are not."""
     check(adafactor(least), functools.partial(start, layers))
+
+
+def test_adafactor_of_as_many_layers_as_rows():
+    """With one more layer it would factor over layers, too, and have another state."""
+
+    def make():
+        params = start(WIDTH)
+        del params["blocks"]["b"]
+        return params
+
+    check(adafactor(WIDTH), make)
 
 
 @pytest.mark.parametrize("layers", [5, 7, 12])
