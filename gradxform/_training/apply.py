@@ -245,7 +245,9 @@ def training_step(
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
-                lambda p, frozen: frozen if p is None else p, learning, params
+                lambda p, frozen: host.to_device(frozen) if p is None else p,
+                learning,
+                params,
             )
             return loss_fn(merged, *batch)
 

@@ -460,6 +460,23 @@ def test_bad_input():
         step(some, tx.init(params), batch(0))
 
 
+def test_an_error_names_the_limit_of_a_gpu():
+    """Of XLA's allocator for the host; other errors stay as they are."""
+
+    def fail(text):
+        def loss_fn(params):
+            raise jax.errors.JaxRuntimeError(text)
+
+        return gx.minimize(loss_fn, optax.sgd(0.1))
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as found:
+        fail("RESOURCE_EXHAUSTED: Out of host memory, xla_gpu_host_bfc")(start(), ())
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in "".join(found.value.__notes__)
+    with pytest.raises(jax.errors.JaxRuntimeError) as found:
+        fail("INTERNAL")(start(), ())
+    assert "MEMORY_LIMIT" not in "".join(getattr(found.value, "__notes__", []))
+
+
 # Many devices, frameworks, checkpoints.
 
 
