@@ -136,6 +136,7 @@ def test_a_seed_decides_the_weights():
     assert np.mean(first != other) > 0.9  # All but the biases.
 
 
+@pytest.mark.slow
 def test_a_fresh_model_guesses():
     model, digits = job.build_model(0), job.load_digits()
     loss, grads = model.gradient(model.params, digits.images[:9], digits.labels[:9])
