@@ -541,3 +541,103 @@ def test_jaspers_config_trains_by_its_formulas():
             mu[k] = 0.95 * mu[k] + normalized + 0.001 * w
             expected[k] = w - rate * mu[k]
         chex.assert_trees_all_close(params, expected, rtol=1e-4, atol=1e-6)
+
+
+def t5():
+    """As T5X: encoder and decoder of Linen, the layers along axis 1."""
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x, seen):
+            y = linen.Dense(16)(x) + linen.Dense(16, use_bias=False)(seen)
+            return x + jnp.tanh(y), None
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            stack = linen.scan(
+                linen.remat(Layer, prevent_cse=False),
+                variable_axes={"params": 1},
+                split_rngs={"params": True},
+                in_axes=linen.broadcast,
+                length=3,
+            )
+            seen, _ = stack(name="encoder")(x, x)
+            return linen.Dense(1)(stack(name="decoder")(jnp.cos(x), seen)[0])
+
+    model = Model()
+    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))
+    return params, model.apply, ["params/encoder", "params/decoder"]
+
+
+def haliaxs():
+    """As haliax's Stacked: it reads the first layer for its shapes, and drops it."""
+    made = jax.vmap(lambda key: eqx.nn.Linear(16, 16, key=key))
+    layers = made(jax.random.split(jax.random.key(0), 4))
+    params, static = eqx.partition({"layers": layers}, eqx.is_inexact_array)
+
+    def apply(params, x):
+        def layer(x, part):
+            return x + jnp.tanh(jax.vmap(eqx.combine(part, rest))(x)), None
+
+        stacked, rest = params["layers"], static["layers"]
+        jax.tree.map(lambda w: jnp.take(w, 0, axis=0), stacked)
+        return jax.lax.scan(eqx.filter_checkpoint(layer), x, stacked)[0]
+
+    return params, apply, ["layers"]
+
+
+def vit():
+    """As big_vision's ViT: the activations of each layer come out of the scan."""
+
+    class Layer(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            y = x + linen.Dense(16)(linen.gelu(linen.Dense(64)(linen.LayerNorm()(x))))
+            return y, {"+mlp": y}
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            stack = linen.scan(
+                linen.remat(Layer, prevent_cse=False),
+                variable_axes={"params": 0},
+                split_rngs={"params": True},
+                length=3,
+            )
+            x, out = stack(name="encoderblock")(x)
+            parts = [jax.tree.map(lambda o, n=n: o[n], out) for n in range(3)]
+            return linen.Dense(1)(x) + 0.1 * parts[1]["+mlp"].sum(-1, keepdims=True)
+
+    model = Model()
+    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))
+    return params, model.apply, ["params/encoderblock"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [t5, haliaxs, vit], ids=lambda make: make.__name__)
+def test_stacks_of_others_take_the_ordinary_step(make, standard_promotion):
+    params, apply, layers = make()
+    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+
+    def loss_fn(params, x):
+        return jnp.mean((apply(params, x) - 1) ** 2)
+
+    @jax.jit
+    def trainers_own(params, state, x):
+        # A trainer has its step in a program of its own, as big_vision has.
+        step = gx.minimize(loss_fn, tx, layers=layers, two_passes=True)
+        return step(params, state, x)
+
+    @jax.jit
+    def ordinary(params, state, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    ours = wanted = params, tx.init(params)
+    for x in np.random.default_rng(0).standard_normal((3, 4, 16)).astype(np.float32):
+        *ours, loss = trainers_own(*ours, x)
+        *wanted, wanted_loss = ordinary(*wanted, x)
+        np.testing.assert_allclose(loss, wanted_loss, rtol=2e-6)
+    chex.assert_trees_all_close(ours, wanted, rtol=2e-5, atol=2e-5)
