@@ -145,6 +145,7 @@ def test_a_count_that_is_no_integer(factory, kwargs, name, value):
         factory(**kwargs, **{name: value})
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("inner", [lambda x: x, optax.sgd, None])
 @pytest.mark.parametrize(
     ("name", "wrap"),
