@@ -1,10 +1,16 @@
-"""The largest transformer that one chip trains, by its compiler.
+"""The largest transformer that a machine with one chip trains, by its compiler.
 
-``python -m benchmarks.largest --target v5e:2x2`` compiles whole steps, and runs none.
-Like ``benchmarks.compilers`` it needs libtpu, or for ``--target h100`` CUDA's JAX. The
+``python -m benchmarks.largest --machine v5e`` compiles whole steps, and runs none.
+Like ``benchmarks.compilers`` it needs libtpu, or for ``--machine h100`` CUDA's JAX. The
 layers of the transformer are scanned, with width 2,048 and ``jax.checkpoint``. A batch
-is one sequence of 1,024 tokens. A training gets as many layers as fit: the compiler of
-a TPU refuses a program that needs more than the chip has, and says how much it needs.
+is one sequence of 1,024 tokens. A training gets as many layers as fit both memories,
+the chip's and nine tenths of the host's. The compiler of a TPU refuses a program that
+needs more than the chip has, and says how much it needs.
+
+``--run NAME --layers N`` trains such a model on the device that is there, and prints
+what was measured: the losses, the median time of a step, the device's own peak, and
+tokens a second. ``--compiler-options xla_gpu_enable_latency_hiding_scheduler=true``
+compiles the step with options of XLA.
 
 - parameters: in billions.
 - chip GiB: what the step needs on the chip: parameters, state and temporaries.
@@ -16,7 +22,7 @@ a TPU refuses a program that needs more than the chip has, and says how much it 
   each parameter: 2 forward, 2 again since layers are computed again, and 4 backward.
 - sequence GiB: what each further sequence of a batch keeps, the inputs of all layers.
 
-``--json FILE`` adds the trainings that a file of this target lacks, each when it is
+``--json FILE`` adds the trainings that a file of this machine lacks, each when it is
 known. ``--draw OUT FILE`` draws such a file: ``OUT-light.svg`` and ``OUT-dark.svg``.
 """
 
@@ -25,6 +31,8 @@ import json
 import math
 import pathlib
 import re
+import statistics
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -41,19 +49,38 @@ from benchmarks.plot import WIDTH, save
 LENGTH, MODEL = 1024, {"width": 2048, "vocabulary": 8192}
 
 
-class Chip(NamedTuple):
-    """What a program may use of its memory, in GiB, and its peak in bfloat16."""
+class Machine(NamedTuple):
+    """A machine with one chip.
+
+    Attributes:
+      title: of the table.
+      target: for ``benchmarks.compilers``.
+      memory: what a program may use of the chip's memory, in GiB.
+      peak: of the chip in bfloat16, operations a second.
+      host: the host's memory, in GiB.
+    """
 
     title: str
+    target: str
     memory: float
     peak: float
+    host: float
 
 
-CHIPS = {
-    "v5e:2x2": Chip("TPU v5e, 16 GB", 15.75, 197e12),
-    "v6e:2x2": Chip("TPU v6e, 32 GB", 31.25, 918e12),
-    "h100": Chip("NVIDIA H100, 80 GB", 80e9 / 2**30, 989e12),
+# Host memory of Google Cloud's machines: `ct5lp-hightpu-1t` has 48 GB, and with four
+# chips 192 GB (https://github.com/Cyclenerd/google-cloud-pricing-cost-calculator,
+# issue 89, which lists https://cloud.google.com/kubernetes-engine/docs/concepts/tpus).
+# A user saw 172 GB on `ct6e-standard-1t`, which is sold with 176 GB. The 234 GB of
+# `a3-highgpu-1g` are not confirmed by a page that was read.
+MACHINES = {
+    "v5e": Machine("TPU v5e, 16 GB", "v5e:2x2", 15.75, 197e12, 48e9 / 2**30),
+    "v5e-4": Machine(
+        "TPU v5e, 16 GB, on a host of four", "v5e:2x2", 15.75, 197e12, 192e9 / 2**30
+    ),
+    "v6e": Machine("TPU v6e, 32 GB", "v6e:2x2", 31.25, 918e12, 176e9 / 2**30),
+    "h100": Machine("NVIDIA H100, 80 GB", "h100", 80e9 / 2**30, 989e12, 234e9 / 2**30),
 }
+HOST_SHARE = 0.9  # The rest is for the system.
 
 
 class Training(NamedTuple):
@@ -64,6 +91,7 @@ class Training(NamedTuple):
     layers: tuple[str, ...] = ()
     two_passes: bool = False
     on_host: bool = False
+    params_too: bool = False
 
 
 LAYERS = ("layers",)
@@ -78,12 +106,18 @@ TRAININGS = {
         optax.chain(CLIP, ADAMW), layers=LAYERS, two_passes=True
     ),
     "layers, state on the host": Training(ADAMW, layers=LAYERS, on_host=True),
+    "layers, all of it on the host": Training(
+        ADAMW, layers=LAYERS, on_host=True, params_too=True
+    ),
     "optax.adamw, small steps lost": Training(ADAMW, "bfloat16"),
     "layers, small steps lost": Training(ADAMW, "bfloat16", LAYERS),
     "8 bits of state": Training(SEVEN_BYTES, "bfloat16"),
     "8 bits of state, layers": Training(SEVEN_BYTES, "bfloat16", LAYERS),
     "master weights, layers, state on the host": Training(
         MASTER, "bfloat16", LAYERS, on_host=True
+    ),
+    "master weights, layers, all of it on the host": Training(
+        MASTER, "bfloat16", LAYERS, on_host=True, params_too=True
     ),
 }
 
@@ -93,16 +127,22 @@ def shapes(training, layers, chip):
     params = transformer(layers, **MODEL, dtype=jnp.dtype(training.dtype))
     params = placed(params, chip)
     state = placed(jax.eval_shape(training.tx.init, params), chip)
-    return params, gx.on_host(state) if training.on_host else state
+    return (
+        gx.on_host(params) if training.params_too else params,
+        gx.on_host(state) if training.on_host else state,
+    )
+
+
+def step_of(training):
+    """The step of a training."""
+    how = {"layers": training.layers, "two_passes": training.two_passes}
+    return gx.minimize(next_tokens, training.tx, **how)
 
 
 def lower(training, layers, chip):
     """The step of a training with so many layers."""
     tokens = placed(jax.ShapeDtypeStruct((1, LENGTH), jnp.int32), chip)
-    step = gx.minimize(
-        next_tokens, training.tx, layers=training.layers, two_passes=training.two_passes
-    )
-    return step.lower(*shapes(training, layers, chip), tokens)
+    return step_of(training).lower(*shapes(training, layers, chip), tokens)
 
 
 # The two ways in which the compiler of a TPU says what a program would need.
@@ -150,25 +190,31 @@ def largest(need: Callable[[int], float], memory, first):
         seen[n] = need(n)
 
 
-def row(name, training, target):
-    """The line of the table for a training on a chip."""
-    chip, devices = CHIPS[target], mesh(target)
+def row(name, training, machine):
+    """The line of the table for a training on a machine."""
+    devices, host = mesh(machine.target), HOST_SHARE * machine.host
 
     @functools.cache
-    def need(layers):
-        return needed(lower(training, layers, devices), chip.memory)
+    def found(layers):
+        return needed(lower(training, layers, devices), machine.memory)
 
-    # So many layers fill the chip without temporaries.
-    few = jax.tree.leaves(shapes(training, 8, devices))
-    on_chip = [x for x in few if x.sharding.memory_kind != "pinned_host"]
-    first = math.floor(8 * chip.memory * 2**30 / size(on_chip))
-    layers = largest(lambda n: need(n)[0], chip.memory, first)
-    on_chip, on_host = need(layers)
+    def need(layers):
+        on_chip, on_host = found(layers)
+        return max(on_chip / machine.memory, (on_host or 0) / host)
+
+    # So many layers fill one of the memories without temporaries.
+    parts = [[], []]
+    for x in jax.tree.leaves(shapes(training, 8, devices)):
+        parts[x.sharding.memory_kind == "pinned_host"].append(x)
+    on_chip, on_host = (size(part) / 2**30 for part in parts)
+    first = math.floor(8 / max(on_chip / machine.memory, on_host / host))
+    layers = largest(need, 1, first)
+    on_chip, on_host = found(layers)
     model = jax.tree.leaves(transformer(layers, **MODEL))
     parameters = sum(x.size for x in model)
     itemsize = jnp.dtype(training.dtype).itemsize
     seconds = [2 * on_host * 2**30 / rate for rate in (16e9, 32e9, 64e9)]
-    tokens = [s * chip.peak / 2 / (8 * parameters) for s in seconds]
+    tokens = [s * machine.peak / 2 / (8 * parameters) for s in seconds]
     sequence = layers * LENGTH * MODEL["width"] * itemsize / 2**30
     return {
         "name": name,
@@ -212,10 +258,81 @@ def draw(results, theme):
     return figure
 
 
+def drawn(x, key):
+    """Random parameters, a layer at a time where they are to lie on the host."""
+
+    def normal(key, shape):
+        return (0.02 * jax.random.normal(key, shape)).astype(x.dtype)
+
+    if x.sharding is None or x.sharding.memory_kind != "pinned_host":
+        return normal(key, x.shape)
+    host = jax.memory.Space.Host
+    each = jax.random.split(key, x.shape[0]) if x.ndim > 2 else None
+    if each is None:
+        return jax.device_put(normal(key, x.shape), host)
+    return jax.lax.map(lambda k: jax.device_put(normal(k, x.shape[1:]), host), each)
+
+
+def numbered(tree):
+    """A number for each leaf."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, range(len(leaves)))
+
+
+def run(training, layers, sequences, steps, options):
+    """Trains a model on the device that is there: what was measured."""
+    device = jax.devices()[0]
+    place = jax.sharding.SingleDeviceSharding(device)
+    model = transformer(layers, **MODEL, dtype=jnp.dtype(training.dtype))
+    model = jax.tree.map(lambda x: x.update(sharding=place), model)
+    model = gx.on_host(model) if training.params_too else model
+    start = time.perf_counter()
+    keys = jax.tree.map(jax.random.key, numbered(model))
+    params = jax.jit(lambda keys: jax.tree.map(drawn, model, keys))(keys)
+    params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, model))
+    init = training.tx.init
+    make = (lambda p: gx.on_host(init(p))) if training.on_host else init
+    state = jax.block_until_ready(jax.jit(make)(params))
+    made = time.perf_counter() - start
+    tokens = jax.random.randint(
+        jax.random.key(1), (sequences, LENGTH), 0, MODEL["vocabulary"]
+    )
+    tokens = jax.device_put(tokens, device)
+    lowered = step_of(training).lower(params, state, tokens)
+    step = lowered.compile(compiler_options=options)
+    number = sum(x.size for x in jax.tree.leaves(params))
+    on_host = step.memory_analysis().host_argument_size_in_bytes
+    losses, times = [], []
+    for _ in range(steps):
+        start = time.perf_counter()
+        params, state, loss = step(params, state, tokens)
+        losses.append(float(loss))
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    peak = (device.memory_stats() or {}).get("peak_bytes_in_use")
+    return {
+        "device": device.device_kind,
+        "parameters": round(number / 1e9, 2),
+        "losses": ", ".join(f"{x:.4f}" for x in losses),
+        "make s": round(made, 1),
+        "ms": round(1e3 * seconds),
+        "peak GiB": peak and round(peak / 2**30, 2),
+        "host GiB": round(on_host / 2**30, 2),
+        "tokens/s": round(tokens.size / seconds),
+    }
+
+
 def main():
-    """Prints the table of a target, or draws one."""
+    """Prints the table of a machine, draws one, or trains a model."""
     parser = arguments(__doc__)
-    parser.add_argument("--target", default="v5e:2x2", choices=CHIPS)
+    parser.add_argument("--machine", default="v5e", choices=MACHINES)
+    parser.add_argument("--run", choices=TRAININGS)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--compiler-options", nargs="+", default=[], metavar="KEY=VALUE"
+    )
     parser.add_argument("--only", nargs="+", default=TRAININGS, choices=TRAININGS)
     parser.add_argument("--draw", nargs=2, type=pathlib.Path, metavar=("OUT", "FILE"))
     options = parser.parse_args()
@@ -225,15 +342,27 @@ def main():
         save(lambda theme: draw(results, theme), out, 9)
         return
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+    if options.run:
+        given = dict(pair.split("=", 1) for pair in options.compiler_options)
+        measured = run(
+            TRAININGS[options.run],
+            options.layers,
+            options.sequences,
+            options.steps,
+            given,
+        )
+        report(options.run, [measured], options.json)
+        return
+    machine = MACHINES[options.machine]
     path, rows = options.json, []
     if path and path.exists():
         rows = json.loads(path.read_text())["rows"]
     known = {line["name"]: line for line in rows}
     for name, training in TRAININGS.items():
         if name in options.only and name not in known:
-            known[name] = row(name, training, options.target)
+            known[name] = row(name, training, machine)
             rows = [known[name] for name in TRAININGS if name in known]
-            report(CHIPS[options.target].title, rows, path)
+            report(machine.title, rows, path)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,19 @@
 """The pages run as JAX comes: optax's own Adam, for one, promotes dtypes."""
 
+import pathlib
+
 import jax
 import pytest
+
+PAGES = pathlib.Path(__file__).parent
+
+
+@pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
+def pytest_collection_modifyitems(items):
+    """The blocks of a page take seconds, so they are slow tests."""
+    for item in items:
+        if item.path.is_relative_to(PAGES):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._demo import listing, report
+from gradxform._demo import report
 from gradxform._demo.command_line import OPTIMIZERS, Options, fail, parse
 from gradxform._demo.digits import Digits, Gradient, Model, build_model, load_digits
 from gradxform._server.extras import require
@@ -121,12 +121,9 @@ def make_run(
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     options = parse(argv)
-    if options.list:
-        report.show(listing.text())
-        return
     with contextlib.ExitStack() as stack:
         try:
-            for package in ("flax", "matplotlib", "rich", "sklearn"):
+            for package in ("flax", "sklearn"):
                 require(package, "demo")
             model, digits = build_model(options.seed), load_digits()
             start = time.perf_counter()
@@ -151,12 +148,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     text = report.make_report(options, run, pushes, state, seconds)
     if not pushes:
         before = f"all {options.steps} pushes were made before"
-        text += f"nothing is left to do or to draw: {before}; try more --steps\n"
+        text += f"nothing is left to do: {before}; try more --steps\n"
     text += f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
-    try:
-        report.show(text)
-    finally:  # Also if the reader of the results is gone.
-        report.save_plot(options, pushes, MAX_NORM)
+    report.show(text)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 import warnings
+import zlib
 
 # What one process has compiled the others load, until the tests end, or the next run
 # too, where JAX_COMPILATION_CACHE_DIR names a folder.
@@ -74,12 +75,11 @@ gc.freeze()
 # Figures of memory and of bytes are those of the newest JAX's compilers. With any other
 # JAX only numbers are tested.
 NEWEST_JAX = jax.__version_info__ >= (0, 12)
-CASES = 2  # Of one test function, which the quick part runs.
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
 def pytest_collection_modifyitems(items):
-    """Of a function with many cases the quick part takes some, evenly over them all.
+    """Of a function with many cases the quick part takes one, by the function's name.
 
     Where JAX is not the newest, tests of figures are skipped.
     """
@@ -91,10 +91,10 @@ def pytest_collection_modifyitems(items):
         marks = {mark.name for mark in item.iter_markers()}
         if isinstance(item, pytest.Function) and not marks & {"slow", "every"}:
             functions[item.path, item.originalname].append(item)
-    for cases in functions.values():
-        taken = {n * len(cases) // CASES for n in range(CASES)}
+    for (_, name), cases in functions.items():
+        taken = zlib.crc32(name.encode()) % len(cases)
         for number, item in enumerate(cases):
-            if number not in taken:
+            if number != taken:
                 item.add_marker(pytest.mark.slow)
                 item.add_marker(pytest.mark.more)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import gradxform as gx
-from gradxform._demo import listing  # What the demo lists is public.
+from tests import listing
 
 SPECIAL = ("__call__", "__enter__")  # Methods that have a syntax of their own.
 # Defaults that print what they are.

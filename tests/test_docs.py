@@ -1,18 +1,16 @@
-"""Docstrings hold what a user looks for, and ``--list`` shows what there is."""
+"""Docstrings hold what a user looks for."""
 
 import doctest
 import inspect
 import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import gradxform as gx
-from gradxform.__main__ import main
-from gradxform._demo import listing  # What the demo lists is public.
+from tests import listing
 from tests.descriptors import DESCRIPTORS, factory
 
 API = pathlib.Path(__file__).with_name("public_api.txt")
@@ -65,29 +63,14 @@ def test_docstring_explains_every_field(name):
         assert re.search(rf"^  {field}: ", doc, re.M), field
 
 
-@pytest.mark.parametrize("columns", ["40", "80", "200"])
-def test_list_prints_every_public_name_but_states(columns, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", columns)
-    main(["--list"])
-    out = capsys.readouterr().out
+def test_every_public_name_but_states_is_listed():
     known = [name for name in public(gx) if name not in STATES]
     for package in ("contrib", "engines"):
         names = public(getattr(gx, package))
         known += [f"{package}.{name}" for name in names if name not in STATES]
     # Keras is not imported here; tests/public_api.txt has its names.
     known += re.findall(r"^class gradxform\.(keras\.\w+)\(", API.read_text(), re.M)
-    assert re.findall(r"^(\S+)$", out, re.M) == known
-    for row in ROWS.values():
-        words = row.what.split()[-1], *row.state, *row.extra
-        assert all(re.search(rf"\b{re.escape(word)}", out) for word in words)
-    assert not re.search(r"[`~]|:\w+:", out)
-
-
-def test_list_needs_no_extra(capsys, monkeypatch):
-    for package in ("rich", "keras", "ray", "flax", "matplotlib", "sklearn"):
-        monkeypatch.setitem(sys.modules, package, None)  # Its import fails.
-    main(["--list"])
-    assert "keras.Optimizer" in capsys.readouterr().out
+    assert [row.name for row in listing.rows()] == known
 
 
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)

@@ -317,6 +317,7 @@ TIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("framework", TIED)
 def test_a_tied_table_is_refused_and_is_dense_where_it_is_not_named(
     framework, request, monkeypatch

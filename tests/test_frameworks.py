@@ -337,6 +337,7 @@ def test_linens_own_train_state_forwards_nothing():
         create(gx.clip_by_global_norm(1.0)).apply_gradients(grads=params, use_norm=2.0)
 
 
+@pytest.mark.slow
 def test_linens_subclass_forwards_and_skips_the_whole_step():
     own = run("Flax Linen", [])["TrainState"]
     params = {"w": jnp.ones(3)}

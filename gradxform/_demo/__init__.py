@@ -3,13 +3,11 @@
 ``python -m gradxform`` runs ``gradxform/__main__.py``, which makes workers,
 transformation and job. It uses these modules in this order: ``command_line`` checks the
 options before anything is loaded; ``digits`` gives the data and the model; ``report``
-shows the progress and the results. With ``--list`` there is no run: ``listing`` has the
-public names.
+shows the progress and the results.
 
 - ``command_line``: every option, with its default and range.
 - ``digits``: the data and the model. It imports nothing of the package.
-- ``report``: the progress bar, the table, the plot.
-- ``listing``: the public names, read from the package's source.
+- ``report``: the progress and the table.
 
 Imports the public API, ``engines`` and ``_server``. Only the demo imports it.
 """

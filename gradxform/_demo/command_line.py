@@ -19,6 +19,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -27,7 +28,6 @@ from typing import Annotated, Any, NoReturn
 import optax
 
 import gradxform as gx
-from gradxform._demo import listing
 
 # With peak learning rates. Late gradients act like momentum (Mitliagkas et al. 2016,
 # https://arxiv.org/abs/1605.09774), so novograd needs less momentum than usual.
@@ -112,8 +112,6 @@ class Options:
       server_processes: the number of processes of the server; each has a part of the
         leaves above a megabyte, and the whole of this small model
       connect_timeout: how many seconds the Ray cluster may take to answer
-      plot: draw loss, staleness and gradient norm over the pushes to FILE, as x.png
-      list: print all public names: what they do, their state and extra arguments
     """
 
     mode: Annotated[str, {"choices": MODES}] = "async"
@@ -132,8 +130,6 @@ class Options:
     address: Annotated[str | None, {"metavar": "ADDRESS"}] = None
     server_processes: Annotated[int, _number(int, 1, 64)] = 1
     connect_timeout: Annotated[float, _number(float, 0.001, math.inf)] = 30.0
-    plot: Annotated[str | None, {"metavar": "FILE"}] = None
-    list: Annotated[bool, {"action": "store_true"}] = False
 
     def settings(self) -> dict[str, Any]:
         """The options that decide what is trained, for checkpoints to remember."""
@@ -149,11 +145,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         allow_abbrev=False,
         argument_default=argparse.SUPPRESS,  # So that ``given`` has no other options.
     )
-    told = listing.entries(inspect.getdoc(Options) or "", "Attributes")
+    said = re.findall(
+        r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(Options) or "", re.M
+    )
+    told = {name: " ".join(text.split()) for name, text in said}
     hints = typing.get_type_hints(Options, include_extras=True)
     for field in dataclasses.fields(Options):
         help = told[field.name]
-        if field.default not in (None, False):
+        if field.default is not None:
             help += f" (default: {field.default})"
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, help=help, **hints[field.name].__metadata__[0])

@@ -25,14 +25,15 @@ DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
 def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
-    r"""Puts the large arrays of an optimizer's state into the host's memory.
+    r"""Puts the large arrays of parameters, or of a state, into the host's memory.
 
     :func:`minimize` with ``layers`` brings one layer of them at a time to the device,
-    and writes it back. So a step needs room for about two layers of the state. The
-    numbers are those of a state on the device. The new state lies where the given one
-    lies.
+    and writes it back. So a step needs room for about two layers of the state, and of
+    the parameters if they are there, too. A frozen stack is only read. The numbers are
+    those of arrays on the device. New parameters and state lie where the given ones
+    lie.
 
-    :func:`apply_gradients` and a :func:`minimize` without ``layers`` bring all of it:
+    :func:`apply_gradients` and a :func:`minimize` without ``layers`` bring all of them:
     the state of each parameter comes as soon as its gradient is known. On v5e this
     saves memory if activations are larger than the state. Otherwise a step needs more
     memory. With N, the bytes of its parameters, a transformer of stacked layers needs
@@ -40,9 +41,12 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     behind the gate.
 
     Under ``jax.jit`` the arrays of a new state are moved one after another, and zeros
-    layer by layer. So the state of ``optax.adamw`` may be larger than the device. A
-    state that needs more room, as that of :func:`master_weights` for its residual, can
-    be made on CPU and moved by ``jax.device_put``.
+    layer by layer. So a state may be larger than the device. If parameters are on the
+    host, make their state under ``jax.jit``: outside of it optax makes none.
+
+    XLA gives a program for a GPU 64 GB of the host's memory. The environment variable
+    ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` sets another limit. Its allocator takes more
+    than arrays need: with 125 GB, 56 GiB were fine, and 83 GiB ended the process.
 
     Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
     after the first step, and compiles the second one again. On a mesh of automatic axes
@@ -55,12 +59,13 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
 
     The memory is ``pinned_host``, which JAX has for CPU, too. Each of several processes
     keeps its part. Loops that call ``update`` by themselves get an error of JAX about
-    memory, and so does ``jax.vmap`` of a step with layers or a gate. Parameters stay on
-    the device.
+    memory, and so does ``jax.vmap`` of a step with layers or a gate, and a loss that is
+    called with parameters there: give it ``jax.device_put(params,
+    jax.memory.Space.Device)``.
 
     Args:
-      tree: arrays, such as ``tx.init(params)``, also under ``jax.jit``; or
-        ``jax.ShapeDtypeStruct`` with shardings, for a checkpoint.
+      tree: arrays, such as ``params`` or ``tx.init(params)``, also under ``jax.jit``;
+        or ``jax.ShapeDtypeStruct`` with shardings, for a checkpoint.
       min_size: how many entries an array must have to be moved, ≥ 1. The entries on all
         devices count. Smaller arrays stay. So do arrays of 8 bits, because the compiler
         for TPU takes no layer of them from the host, and typed keys of ``jax.random``,
@@ -119,13 +124,21 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
     """An array in the host's memory; it is moved after the last one.
 
     Otherwise the compiler would make all arrays before it moves one. In a loop over
-    layers it makes zeros layer by layer.
+    layers it makes zeros layer by layer. On CPU it needs no loop: it makes an array
+    where it is to lie.
     """
-    if not can_slice(x, 0) or jax.typeof(x).sharding.spec[0]:
+
+    def whole(x: jax.Array, *last: jax.Array) -> jax.Array:
         return jax.device_put(compilers.barrier((x, last))[0], _HOST)
-    each, _ = compilers.barrier((jnp.arange(len(x)), last))
-    row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
-    return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
+
+    def by_layer(x: jax.Array, *last: jax.Array) -> jax.Array:
+        each, _ = compilers.barrier((jnp.arange(len(x)), last))
+        row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
+        return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
+
+    is_divided = can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]
+    chosen = compilers.on_cpu(whole, by_layer) if is_divided else whole
+    return chosen(x, *jax.tree.leaves(last))
 
 
 def is_on_host(x: object) -> bool:

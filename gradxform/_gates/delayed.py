@@ -119,13 +119,7 @@ def delayed(
     if not any(jax.tree.leaves(num_steps)):
         return inner
 
-    def decide(
-        updates: optax.Updates,
-        state: DelayedState,
-        params: optax.Params | None,
-        **extra: Any,
-    ) -> Decision:
-        del params
+    def decide(updates: optax.Updates, state: DelayedState, **extra: Any) -> Decision:
         if extra.get("weight") is not None and has_gate(state, "num_accumulated"):
             raise TypeError(
                 "weight is that of the newest gradient, but delayed gives an older one "

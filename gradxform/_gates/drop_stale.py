@@ -105,7 +105,6 @@ def drop_stale(
     >>> state.global_step, state.stale_count, state.staleness
     (Array(2, dtype=int32), Array(1, dtype=int32), Array(2, dtype=int32))
     """
-    arguments.transformation("inner", inner)
     max_staleness = lateness.checked_bound(max_staleness)
 
     def init_fn(params: optax.Params) -> DropStaleState:
@@ -120,12 +119,10 @@ def drop_stale(
     def decide(
         updates: optax.Updates,
         state: DropStaleState,
-        params: optax.Params | None,
         *,
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> Decision:
-        del params
         local_step = arguments.local_step("drop_stale", local_step)
         # staleness = global_step - local_step
         staleness = lateness.staleness(state.global_step, local_step)

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._checks import structures
+from gradxform._checks import arguments, structures
 from gradxform._devices import host
 from gradxform._gates import missing
 from gradxform._gates.conditional import By, typed_cond
@@ -71,7 +71,7 @@ class Decision:
     ordered: bool = False
 
 
-# (updates, state, params, **extra) -> decision
+# (updates, state, **extra) -> decision
 Decide: TypeAlias = Callable[..., Decision]
 
 
@@ -134,6 +134,7 @@ def gate(
     decide: Decide,
 ) -> GatedTransformation:
     """Makes a transformation from what a gate decides about a push."""
+    arguments.transformation("inner", inner)
     versions.before_tracing()
     inner = with_extra_args_support(inner)
 
@@ -195,14 +196,15 @@ def _guarded(
 ) -> tuple[Outcome, optax.OptState]:
     """The step of a gate: one conditional, and the new state."""
     given, state = state, maps.map_with_path(_own_brought, state)
-    decision = gate.decide(updates, state, params, **extra)
+    decision = gate.decide(updates, state, **extra)
     before = decision.state.inner_state
     by: By = "bool"
     buffers = decision.buffers
     if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
-    elif not whole and buffers is not None:
-        by, buffers = "number", maps.map_leaves(_in_hbm, buffers)
+    elif buffers is not None:
+        by = "bool" if whole else "number"
+        buffers = maps.map_leaves(_in_hbm, buffers)
     # New parameters take the arrays of the old ones, so they need no others.
     free = None if whole else buffers
     unchanged = params if whole else None
@@ -231,6 +233,12 @@ def _own_brought(path: Path, x: Leaf) -> Leaf:
 
 
 def _in_hbm(x: Leaf) -> Leaf:
+    """A sum that stays in HBM on TPU.
+
+    With new parameters out of the conditional v5e keeps 0.03 N then, and not 0.27 N,
+    for a clip and AdamW in 12 dense layers. With ``skip_nonfinite`` around Adam it is
+    0.80 N instead of 1.05 N, but 9.0 N are moved instead of 7.5 N.
+    """
     return in_hbm(x) if isinstance(x, jax.Array) else x
 
 

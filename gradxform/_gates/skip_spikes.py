@@ -125,7 +125,6 @@ def skip_spikes(
     >>> state.history[0]  # of the norms
     Array([ 1.,  2., 50.,  3.], dtype=float32)
     """
-    arguments.transformation("inner", inner)
     window = arguments.length("window", window, f"[2, {2**31 - 1}]")
     sigmas = arguments.in_range("sigmas", sigmas, "[0, inf]")
     warmup = max(2, window // 2) if warmup is None else warmup
@@ -145,12 +144,10 @@ def skip_spikes(
     def decide(
         updates: optax.Updates,
         state: SkipSpikesState,
-        params: optax.Params | None,
         *,
         value: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> Decision:
-        del params
         updates = boundary.summed_rows(updates)  # Also for all behind the gate.
         square = norms.squared_norms(updates, axis_name=axis_name)[1]
         given = jnp.array([True, value is not None])

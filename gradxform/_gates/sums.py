@@ -118,7 +118,6 @@ class Accumulator:
     names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        arguments.transformation("inner", self.inner)
         if not callable(self.num_required):
             arguments.in_range(
                 "num_required", self.num_required, arguments.COUNTS, integer=True
@@ -159,14 +158,12 @@ class Accumulator:
         self,
         updates: optax.Updates,
         state: ConditionalAccumulatorState,
-        params: optax.Params | None,
         *,
         weight: jax.typing.ArrayLike | None = None,
         last: bool | jax.Array | None = None,
         **extra: object,
     ) -> Decision:
         """What becomes of a push."""
-        del params
         accepted, factor = self.enters(updates, state.global_step, extra)
         structures.same_shapes("updates", updates, "accumulated", state.accumulated)
         mesh.check_parts("updates", updates, self.names)

@@ -138,7 +138,6 @@ def worker_mean(
     Array(-5., dtype=float32)
     >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
     """
-    arguments.transformation("inner", inner)
     n = arguments.length("num_workers", num_workers, arguments.COUNTS)
     arguments.one_of("method", method, get_args(Method))
     structures.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
@@ -146,13 +145,11 @@ def worker_mean(
     def decide(
         updates: optax.Updates,
         state: WorkerMeanState,
-        params: optax.Params | None,
         *,
         worker: jax.typing.ArrayLike | None = None,
         local_step: jax.typing.ArrayLike | None = None,
         **extra: Any,
     ) -> Decision:
-        del params
         _check(updates, boxes.as_in(updates, state.table))
         accepted, i = workers.row_of("worker_mean", worker, n)
         extra["worker"] = i

@@ -44,6 +44,31 @@ def as_array(x: Any, of_type: Var | Literal) -> Any:
     return jnp.asarray(x, None if t.weak_type else t.dtype)
 
 
+def result(
+    closed: ClosedJaxpr, number: int, args: Sequence[Any]
+) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
+    """A function that computes one result of a jaxpr, and those of ``args`` it takes.
+
+    It has only the equations that this result needs.
+    """
+    jaxpr = closed.jaxpr
+    wanted = jaxpr.outvars[number]
+    needed, eqns = {id(wanted)}, list[Any]()
+    for eqn in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(map(id, eqn.outvars)):
+            eqns.insert(0, eqn)
+            needed.update(map(id, eqn.invars))
+    given = [k for k, x in enumerate(jaxpr.invars) if id(x) in needed]
+
+    def computed(used: Sequence[Any]) -> Any:
+        env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        env |= zip([jaxpr.invars[k] for k in given], used, strict=True)
+        advance(eqns, env)
+        return read(env, [wanted])[0]
+
+    return computed, [args[k] for k in given]
+
+
 def advance(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
 ) -> None:

@@ -10,7 +10,7 @@ from gradxform._checks import arguments, structures
 from gradxform._numbers import arithmetic
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, maps
-from gradxform._trees.stateless import stateless
+from gradxform._trees.links import stateless
 
 
 def compensate_delay(

@@ -12,7 +12,7 @@ from gradxform._checks import arguments
 from gradxform._late import lateness
 from gradxform._numbers import arithmetic
 from gradxform._trees import dtypes, maps
-from gradxform._trees.stateless import stateless
+from gradxform._trees.links import stateless
 
 
 def scale_by_staleness(

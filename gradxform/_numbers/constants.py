@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._devices import host
 from gradxform._jax import versions
 from gradxform._trees import dtypes
 from gradxform._trees.boxes import unboxed
@@ -37,16 +39,23 @@ def full_like(
 
     So state lies where its parameters lie, also when it is made under ``jit``. There
     the compiler would put a constant on all devices, but it puts results that are
-    computed from ``p`` where ``p`` is.
+    computed from ``p`` where ``p`` is. It does not read a ``p`` on the host.
     """
     if isinstance(p, jax.core.Tracer):
         if axes == 0:
             return jnp.full((), value, dtype)
+        if host.is_on_host(p):
+            there = jax.typeof(p).sharding
+            there = there.update(spec=P(*there.spec[:axes]))
+            placed = there if there.mesh.explicit_axes else None
+            return jnp.full(p.shape[:axes], value, dtype, out_sharding=placed)
         # Minus 0, as plus 0 would turn a -0.0 into a 0.0.
         return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
-    sharding = None
+    sharding: Any = None
     if isinstance(p.sharding, NamedSharding):
         sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
+    if host.is_on_host(p):
+        sharding = (sharding or p.sharding).with_memory_kind("device")
     return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
 
 
@@ -89,7 +98,11 @@ def stacked(x: jax.Array, n: int) -> jax.Array:
 def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
     leaves = jax.tree.leaves(params)
-    numbers = [p for p in leaves if jnp.issubdtype(dtypes.dtype_of(p), jnp.number)]
+    numbers = [
+        p
+        for p in leaves
+        if jnp.issubdtype(dtypes.dtype_of(p), jnp.number) and not host.is_on_host(p)
+    ]
     if not numbers:
         return jnp.zeros((), dtype)
     p = param(min(numbers, key=np.size))

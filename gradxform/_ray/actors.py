@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -29,16 +28,12 @@ from gradxform.engines._pool import LOOK, JobServer
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-    from ray.util.placement_group import PlacementGroup
 
 logger = logging.getLogger("gradxform")
 
 Check: TypeAlias = Callable[[], object]  # Called in a wait; it may end it by raising.
 
-ROOM = 20.0  # Seconds without room, after which a message says so.
 GONE = 10.0  # Seconds that a killed process may take to end.
-# These are strategies of Ray's placement groups; a single actor cannot have them.
-TOGETHER = "PACK", "STRICT_PACK", "STRICT_SPREAD"
 # Ray would start an actor again by itself, and repeat its calls. The engine does both.
 OURS = {"max_restarts": 0, "max_task_retries": 0}
 # With these an actor may be that of another run, outlive the run, or handle calls in
@@ -101,7 +96,6 @@ class Processes:
         self._given = [[ray.put(own._replace(params=part))] for part in parts]
         self._actors: list[ActorHandle[Any]] = []  # The leader, then followers.
         self._cause: ObjectRef[str] | None = None  # The leader's last word.
-        self._placement: PlacementGroup | None = None
 
     def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Any]:
         """Starts them; returns the actor that answers for them."""
@@ -117,7 +111,7 @@ class Processes:
         self, layout: Layout, checkpoint: Checkpoint | None, check: Check
     ) -> ActorHandle[Leader]:
         ray = self._ray
-        first, *others = self._placed(layout.processes, check)
+        first, *others = self._options_of_each(layout.processes)
         leader = ray.remote(Leader).options(**first).remote()
         self._actors = [leader]
         self._cause = leader.cause.remote()
@@ -164,36 +158,11 @@ class Processes:
                 check()
         return self._ray.get([*asked])
 
-    def _placed(self, count: int, check: Check) -> list[dict[str, Any]]:
-        """The options of each actor."""
-        each = dict(self._options)
-        each["max_concurrency"] += 1  # One call waits for good.
-        # Two actors cannot have one name.
-        options = [{**each} for _ in range(count)]
-        for of_follower in options[1:]:
-            of_follower.pop("name", None)
-        if each.get("scheduling_strategy") not in TOGETHER:
-            return options
-        bundles = [_bundle(each) for _ in options]
-        strategy = each["scheduling_strategy"]
-        self._placement = place = self._ray.util.placement_group(bundles, strategy)
-        late = time.monotonic() + ROOM
-        while not place.wait(LOOK):
-            check()
-            if time.monotonic() > late:
-                late = math.inf  # Once is enough.
-                logger.warning(
-                    "the server waits for machines with room: %s times %s, %s",
-                    len(bundles),
-                    bundles[0],
-                    strategy,
-                )
-        strategies = self._ray.util.scheduling_strategies
-        for number, of_one in enumerate(options):
-            of_one["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
-                place, placement_group_bundle_index=number
-            )
-        return options
+    def _options_of_each(self, count: int) -> list[dict[str, Any]]:
+        own = self._options | {"max_concurrency": self._options["max_concurrency"] + 1}
+        # One call waits for good. Two actors cannot have one name.
+        other = {option: x for option, x in own.items() if option != "name"}
+        return [own, *(dict(other) for _ in range(1, count))]
 
     def kill(self) -> None:
         """Ends them; returns when they are gone."""
@@ -205,21 +174,6 @@ class Processes:
             with contextlib.suppress(self._ray.exceptions.RayError):
                 while (left := deadline - time.monotonic()) > 0:
                     self._ray.get(actor.__ray_ready__.remote(), timeout=left)
-        if self._placement is not None:
-            self._ray.util.remove_placement_group(self._placement)
-            self._placement = None
-
-
-def _bundle(options: Mapping[str, Any]) -> dict[str, float]:
-    """The resources that an actor with these options needs on its machine."""
-    needs = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    bundle = {name: options.get(option) for name, option in needs.items()}
-    if bundle["CPU"] is None:  # Ray asks for one, whatever else there is.
-        bundle["CPU"] = 1.0
-    if accelerator := options.get("accelerator_type"):  # Ray's own name and amount.
-        bundle[f"accelerator_type:{accelerator}"] = 0.001
-    bundle |= options.get("resources") or {}
-    return {name: x for name, x in bundle.items() if x} or {"CPU": 1.0}
 
 
 def message(

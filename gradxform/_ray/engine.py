@@ -78,8 +78,8 @@ def ray(
       server_options: Ray's options for the server's actor, or for each of its actors.
         ``max_restarts`` and ``max_task_retries`` are always 0, for workers, too: see
         ``max_deaths``. Some options are an error, as a run would not work with them.
-        With several processes, ``scheduling_strategy`` may also be the strategy of a
-        Ray placement group: ``"STRICT_SPREAD"`` puts each on a machine of its own.
+        With several processes, a ``PlacementGroupSchedulingStrategy`` of Ray says
+        where each lies, as on a machine of its own.
       server_processes: how many processes make up the server. Each has a part of the
         parameters and of the state. This is for models that do not fit into the memory
         of one machine. The processes run the same steps in the same order, so the

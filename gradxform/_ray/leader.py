@@ -21,11 +21,11 @@ from gradxform._ray.messages import PushMessage
 from gradxform._ray.process import Process, joined, part_of
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
+from gradxform._server.placement import Leaves
 from gradxform._server.programs import Prepared, Stepped
 from gradxform._server.reader import PullRequest
 from gradxform._server.records import Snapshot, summary
 from gradxform._server.recoverable import RecoverableServer
-from gradxform._server.specs import Leaves
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 

@@ -21,11 +21,10 @@ from jax.sharding import Mesh, NamedSharding
 from gradxform._ray.layout import AXIS, Layout, spec
 from gradxform._ray.messages import Part
 from gradxform._server.core import Core
-from gradxform._server.placement import is_function, with_gate
+from gradxform._server.placement import is_function, leaves_like, with_gate
 from gradxform._server.programs import Prepared, PushPrograms, check_finite, in_sizes
 from gradxform._server.reader import Reader
 from gradxform._server.records import Snapshot
-from gradxform._server.specs import leaves_like
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, T
 

@@ -9,7 +9,7 @@ import optax
 from gradxform._rows.indexed_slices import is_sparse
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import maps
-from gradxform._trees.stateless import stateless
+from gradxform._trees.links import stateless
 from gradxform._trees.types import Leaf
 
 

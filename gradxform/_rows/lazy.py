@@ -68,13 +68,14 @@ def lazy(
     Raises:
       TypeError: ``inner`` is no transformation. At an update: its state has no row for
         each row of a table, as that of ``optax.adafactor`` or :func:`novograd`; its
-        rows cannot act alone, as those of ``optax.contrib.muon``; its update does more
-        with rows than elementwise operations, sums and the like, products, reshapes and
-        ``cond``, or has a NumPy array with a row for each of the table's; it calls a
-        function of the parameters, as a line search does; or updates and parameters
-        differ in structure or shape. The message names the table, and the operation. A
-        derivative of the update may raise it, too: rules of ``jax.custom_jvp`` stay,
-        and must act by the row as well.
+        rows cannot act alone, as those of ``optax.contrib.muon``; its update mixes
+        rows in another way than by sums and the like over all of them, as a sort or a
+        ``cumsum`` over rows does, or by an operation that is not known; it has a NumPy
+        array with a row for each of the table's; it calls a function of the parameters,
+        as a line search does; or updates and parameters differ in structure or shape.
+        The message names the table, and the operation. A derivative of the update may
+        raise it, too: rules of ``jax.custom_jvp`` stay, and must act by the row as
+        well; those of ``jax.custom_vjp`` are refused.
 
     References:
       ``tfa.optimizers.LazyAdam``, ``torch.optim.SparseAdam``.

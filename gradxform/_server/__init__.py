@@ -2,8 +2,7 @@
 
 A ``parameter_server`` holds a ``transport``, and that holds a ``core``: parameters,
 state and all rules about pushes. A push gets the compiled step for its types from
-``programs`` and is brought to the ``placement`` of the parameters; ``specs`` describes
-their trees.
+``programs`` and is brought to the ``placement`` of the parameters.
 ``serial_executor`` lets no signal interrupt the work in a turn: the step, and the one
 assignment of a new ``records.Version``. A pull is one request, which the ``reader``
 checks, and for which it reads the arrays. If a callback of a step asks its own server,

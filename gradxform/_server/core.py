@@ -21,28 +21,12 @@ from gradxform._checks import arguments
 from gradxform._gates import gate
 from gradxform._gates.counters import has_gate
 from gradxform._gates.worker_mean import num_workers_of
-from gradxform._server.placement import Arrays, copy, initialize
+from gradxform._server import records
+from gradxform._server.placement import Arrays, Specs, copy, initialize
 from gradxform._server.programs import Prepared, PushPrograms, prepare
-from gradxform._server.records import (
-    Ahead,
-    Answer,
-    PushId,
-    PushResult,
-    ServerClosedError,
-    ServerStats,
-    ServerStatus,
-    Snapshot,
-    TakesNoMoreError,
-    Tally,
-    Version,
-    check_step,
-    is_past,
-    summary,
-)
-from gradxform._server.specs import Specs
 
 Prepare: TypeAlias = Callable[[PushPrograms, optax.Updates, dict[str, Any]], Prepared]
-Woken: TypeAlias = queue.SimpleQueue[int | ServerClosedError]
+Woken: TypeAlias = queue.SimpleQueue[int | records.ServerClosedError]
 
 
 class Core:
@@ -81,12 +65,12 @@ class Core:
         self._num_workers = num_workers_of(state)
         self._weighs = has_gate(state, "total_weight")
         self._devices = len(self.specs.placement.everywhere.device_set)
-        self.version = Version.of(params, state)
+        self.version = records.Version.of(params, state)
         self.takes = math.inf
-        self.ahead: Ahead = {}
+        self.ahead: records.Ahead = {}
         self.after_step: Callable[[], object] | None = None
         self._accumulated = 0  # Pushes accepted since the last step.
-        self._tally = Tally()
+        self._tally = records.Tally()
         self._staleness: collections.Counter[int] = collections.Counter()
         self.waiting: dict[Woken, int] = {}
         self._closed = False
@@ -109,8 +93,8 @@ class Core:
         return self._prepare(self._programs, grads, extra)
 
     def commit(
-        self, prepared: Prepared, local_step: int, push_id: PushId | None = None
-    ) -> PushResult:
+        self, prepared: Prepared, local_step: int, push_id: records.PushId | None = None
+    ) -> records.PushResult:
         """In a turn: runs the step of a push, and replaces the version.
 
         Raises:
@@ -123,8 +107,10 @@ class Core:
             if (answer := self._answer_to(push_id)) is not None:
                 return answer
             if self.takes <= 0:
-                raise TakesNoMoreError("the server takes no more pushes of workers.")
-        check_step(local_step, self.version)
+                raise records.TakesNoMoreError(
+                    "the server takes no more pushes of workers."
+                )
+        records.check_step(local_step, self.version)
         before = self.version.global_step
         result = self._run(prepared, local_step)
         self._tally.count(result, push_id, int(local_step))
@@ -134,7 +120,7 @@ class Core:
             after_step()
         return result
 
-    def _answer_to(self, push_id: PushId) -> PushResult | None:
+    def _answer_to(self, push_id: records.PushId) -> records.PushResult | None:
         """The answer that this push received earlier; None if it is new."""
         known = self._tally.answers.get(push_id[0])
         if known is None or push_id[1] > known.number:
@@ -146,7 +132,7 @@ class Core:
             "push of a worker a higher number than the one before."
         )
 
-    def _run(self, prepared: Prepared, local_step: int) -> PushResult:
+    def _run(self, prepared: Prepared, local_step: int) -> records.PushResult:
         old = self.version
         self._failed = True  # Until it is done.
         try:
@@ -161,30 +147,30 @@ class Core:
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
                 lost = self.lose(
-                    f"a step failed after it had taken them, {summary(error)}"
+                    f"a step failed after it had taken them, {records.summary(error)}"
                 )
                 error.add_note(str(lost))
             raise
         self._failed = False
         stepped = global_step != old.global_step
         edition = old.edition + (stepped or not self._gated)
-        self.version = Version(leaves, global_step, old.incarnation, edition)
+        self.version = records.Version(leaves, global_step, old.incarnation, edition)
         applied = not dropped
         staleness = old.global_step - local_step
         self._accumulated = 0 if stepped else self._accumulated + applied
         self._staleness[staleness] += 1
         if stepped:
             self._wake()
-        return PushResult(applied, staleness, global_step)
+        return records.PushResult(applied, staleness, global_step)
 
     # Waiting.
 
-    def outcome(self, global_step: int) -> int | ServerClosedError | None:
+    def outcome(self, global_step: int) -> int | records.ServerClosedError | None:
         """The answer to a wait; None if it still has to wait."""
         error, version = self.unusable(), self.version
         if error is not None:
             return error
-        past = is_past(global_step, version.incarnation)
+        past = records.is_past(global_step, version.incarnation)
         passed = past or version.global_step > global_step
         return version.global_step if passed else None
 
@@ -198,12 +184,12 @@ class Core:
 
     def unusable(
         self, *, if_closed: bool = True, if_lost: bool = True
-    ) -> ServerClosedError | None:
+    ) -> records.ServerClosedError | None:
         """The error of each call now; None while it serves."""
         if if_closed and self._closed:
-            return ServerClosedError("the parameter server is closed.")
+            return records.ServerClosedError("the parameter server is closed.")
         if if_lost and self._lost is not None:
-            return ServerClosedError(
+            return records.ServerClosedError(
                 f"the parameter server has lost its parameters: {self._lost}. Call "
                 "restore(state) with an earlier state()."
             )
@@ -214,7 +200,7 @@ class Core:
         if (error := self.unusable(**of)) is not None:
             raise error
 
-    def lose(self, why: str) -> ServerClosedError | None:
+    def lose(self, why: str) -> records.ServerClosedError | None:
         """In a turn: the parameters are lost."""
         self._lost = why
         self._wake()
@@ -225,9 +211,9 @@ class Core:
         self._closed = True
         self._wake()
 
-    def stats(self) -> ServerStats:
+    def stats(self) -> records.ServerStats:
         """In a turn: see :meth:`ParameterServer.stats`."""
-        return ServerStats(
+        return records.ServerStats(
             accepted=self._tally.accepted,
             dropped=self._tally.pushes - self._tally.accepted,
             staleness=dict(sorted(self._staleness.items())),
@@ -235,9 +221,9 @@ class Core:
             lost=self._lost,
         )
 
-    def status(self) -> ServerStatus:
+    def status(self) -> records.ServerStatus:
         """In a turn: where it stands."""
-        return ServerStatus(
+        return records.ServerStatus(
             self.version.incarnation,
             self.version.global_step,
             self._tally.copy(),
@@ -265,13 +251,13 @@ class Core:
         The counts go on. A worker that repeats an older push must pull again.
         """
         self.check_usable(if_lost=False)
-        self.version = Version.of(**arrays)
+        self.version = records.Version.of(**arrays)
         self._lost, self._failed = None, False
         self._accumulated = 0
         self._tally.answers.clear()
         self._wake()
 
-    def snapshot(self) -> Snapshot | None:
+    def snapshot(self) -> records.Snapshot | None:
         """In a turn: all that another server needs to go on.
 
         None before the first push, and after a step that has failed: the parameters or
@@ -288,9 +274,9 @@ class Core:
             "answers": answers,
             "ahead": [*self.ahead.items()],  # JSON has no keys but strings.
         }
-        return Snapshot(self._tally.pushes, self.state(), counters)
+        return records.Snapshot(self._tally.pushes, self.state(), counters)
 
-    def resume(self, snapshot: Snapshot) -> None:
+    def resume(self, snapshot: records.Snapshot) -> None:
         """In a turn: goes on from a snapshot, whose arrays are at their places."""
         self.restore(snapshot.state)
         counters = snapshot.counters
@@ -298,10 +284,12 @@ class Core:
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._staleness = collections.Counter(staleness)
         answers = {
-            worker: Answer(number, local_step, PushResult(*result), count)
+            worker: records.Answer(
+                number, local_step, records.PushResult(*result), count
+            )
             for worker, number, local_step, result, count in counters["answers"]
         }
-        self._tally = Tally(snapshot.pushes, counters["accepted"], answers)
+        self._tally = records.Tally(snapshot.pushes, counters["accepted"], answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())
 
 

@@ -17,9 +17,8 @@ from gradxform._gates.counters import dropped, outermost
 from gradxform._rows import boundary
 from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks
-from gradxform._server.placement import bring, built, compiled, traced
+from gradxform._server.placement import Leaves, Specs, bring, built, compiled, traced
 from gradxform._server.reader import size_for
-from gradxform._server.specs import Leaves, Specs
 from gradxform._training.apply import apply_gradients
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Leaf, PyTree, SparseLeaf

@@ -109,6 +109,8 @@ class Missing(NamedTuple):
 
 # An array without slices, a literal, or one of the classes above.
 Value: TypeAlias = Any
+# Arrays of some values, by their positions.
+Numbered: TypeAlias = dict[int, jax.Array]
 
 
 class Policy(NamedTuple):
@@ -160,7 +162,7 @@ def trace_whole(
     """
     leaves, treedef = maps.flatten(args)
 
-    def call(whole: dict[int, jax.Array]) -> PyTree[jax.Array]:
+    def call(whole: Numbered) -> PyTree[jax.Array]:
         filled = [whole.get(i, x) for i, x in enumerate(leaves)]
         with norms.one_by_one():  # Arrays of one shape would be stacked.
             return f(*jax.tree.unflatten(treedef, filled))
@@ -369,45 +371,34 @@ class Evaluator:
     def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a scan. It goes over slices, or each step has all of them."""
         num_consts, num_carry = versions.scan_lengths(eqn)
-        consts, start = inputs[:num_consts], num_consts + num_carry
+        start = num_consts + num_carry
         xs = [x if isinstance(x, _READ) else self._whole(x) for x in inputs[start:]]
         if any(isinstance(x, Slices) and not x.kind.along.axis for x in xs):
             if missing := _missing(inputs):
                 return [missing[0].used(eqn)] * len(eqn.outvars)
             return self._of_slices(Op.SCAN, inputs, eqn)
-        inside, body = self._inside(eqn)._traced(), eqn.params["jaxpr"]
-        each = [_moved(x, -1) for x in xs]
+        inside, each = self._inside(eqn)._traced(), [_moved(x, -1) for x in xs]
 
-        def step(carry: list[Value], given: dict[int, jax.Array]) -> list[Value]:
-            return inside.results(body, [*consts, *carry, *_filled(each, given)])
+        def step(carry: list[Value], given: Numbered) -> list[Value]:
+            values = [*inputs[:num_consts], *carry, *_filled(each, given)]
+            return inside.results(eqn.params["jaxpr"], values)
 
-        def scan(f: Callable[..., Any], init: dict[int, jax.Array]) -> Any:
+        def loop(f: Callable[..., Any], init: Numbered) -> Any:
             how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
             return jax.lax.scan(f, init, _given(xs), **how)
 
-        def traced(carry: list[Value]) -> list[Value]:
-            made: list[list[Value]] = []
+        carry, made = self._settled(eqn, inputs[num_consts:start], step, loop)
+        like = [*carry, *made[num_carry:]]
+        ys = [k for k in range(num_carry, len(like)) if not _missing([like[k]])]
 
-            def f(given: dict[int, jax.Array], x: dict[int, jax.Array]) -> Any:
-                made.append(step(_filled(carry, given), x))
-                return given, None
+        def f(given: Numbered, x: Numbered) -> tuple[Numbered, Numbered]:
+            new = step(_filled(carry, given), x)
+            arrays = functools.partial(inside._alike, like, new, eqn)
+            return arrays(given), arrays(ys)
 
-            jax.eval_shape(functools.partial(scan, f), _given(carry))
-            return made[-1]
-
-        carry, made = self._settled(eqn, inputs[num_consts:start], traced)
-        ys = {k: x for k, x in enumerate(made) if k >= num_carry}
-        there = [k for k, y in ys.items() if not isinstance(y, Missing)]
-
-        def f(given: dict[int, jax.Array], x: dict[int, jax.Array]) -> Any:
-            results = step(_filled(carry, given), x)
-            new = {k: inside._array(results[k], _kind(carry[k]), eqn) for k in given}
-            return new, {k: inside._array(results[k], _kind(ys[k])) for k in there}
-
-        last, given = scan(f, _given(carry))
-        return _filled(carry, last) + [
-            _moved(_like(given.get(k), y), 1) for k, y in ys.items()
-        ]
+        last, given = loop(f, _given(carry))
+        results = _filled(like, last | given)
+        return results[:num_carry] + [_moved(x, 1) for x in results[num_carry:]]
 
     def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a loop, which slices leave one by one if it is a vmapped one.
@@ -415,15 +406,14 @@ class Evaluator:
         Those that have left it stay as they are.
         """
         ends, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
-        num_ends, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        start = num_ends + num_body
+        num_ends = eqn.params["cond_nconsts"]
+        start = num_ends + eqn.params["body_nconsts"]
         inside, (pred_type,) = self._inside(eqn)._traced(), ends.out_avals
         goes_on = jax.make_jaxpr(jnp.any)(pred_type)
         chosen = jax.make_jaxpr(
-            lambda pred, new, old: [
-                jnp.where(arithmetic.expand(pred, x), x, y)
-                for x, y in zip(new, old, strict=True)
-            ]
+            lambda pred, *both: jax.tree.map(
+                lambda x, y: jnp.where(arithmetic.expand(pred, x), x, y), *both
+            )
         )(pred_type, body.out_avals, body.out_avals)
 
         def predicate(carry: list[Value]) -> Value:
@@ -435,25 +425,17 @@ class Evaluator:
                 return new
             return inside.results(chosen, [predicate(carry), *new, *carry])
 
-        def traced(carry: list[Value]) -> list[Value]:
-            made: list[list[Value]] = []
-            jax.eval_shape(
-                lambda given: made.append(step(_filled(carry, given))), _given(carry)
-            )
-            return made[-1]
+        carry, _ = self._settled(eqn, inputs[start:], step, lambda f, init: f(init))
 
-        carry, _ = self._settled(eqn, inputs[start:], traced)
-
-        def cond(given: dict[int, jax.Array]) -> jax.Array:
+        def cond(given: Numbered) -> jax.Array:
             pred = predicate(_filled(carry, given))
             if isinstance(pred, Slices):  # Each ends by itself: no other one counts.
                 source = pred.kind.source._replace(is_whole=True)
                 pred = Slices(pred.array, pred.kind._replace(source=source))
             return inside.arrays(inside.results(goes_on, [pred]), [None])[0]
 
-        def f(given: dict[int, jax.Array]) -> dict[int, jax.Array]:
-            new = step(_filled(carry, given))
-            return {k: inside._array(new[k], _kind(carry[k]), eqn) for k in given}
+        def f(given: Numbered) -> Numbered:
+            return inside._alike(carry, step(_filled(carry, given)), eqn, given)
 
         return _filled(carry, jax.lax.while_loop(cond, f, _given(carry)))
 
@@ -461,15 +443,23 @@ class Evaluator:
         self,
         eqn: JaxprEqn,
         carry: list[Value],
-        traced: Callable[[list[Value]], list[Value]],
+        step: Callable[..., list[Value]],
+        loop: Callable[..., Any],
     ) -> tuple[list[Value], list[Value]]:
         """The first carry of a loop, like the carry that its steps give.
 
-        ``traced`` has the results of a step. Those of the last one are returned, too.
+        The results of a step, as they are traced, are returned, too.
         """
-        carry = list(map(jaxprs.as_array, carry, eqn.outvars))
+        carry, made = list(map(jaxprs.as_array, carry, eqn.outvars)), list[Value]()
+
+        def f(given: Numbered, *x: Numbered) -> tuple[Numbered, None]:
+            made[:] = step(_filled(carry, given), *x)
+            return given, None
+
         while True:
-            pairs = list(zip(carry, made := traced(carry), strict=False))
+            once = functools.partial(f)  # JAX would not trace one function twice.
+            jax.eval_shape(functools.partial(loop, once), _given(carry))
+            pairs = list(zip(carry, made, strict=False))
             new = [self._carried(x, y, eqn) for x, y in pairs]
             if all(map(operator.is_, new, carry)):
                 new = [
@@ -479,6 +469,16 @@ class Evaluator:
             if all(map(operator.is_, new, carry)):
                 return carry, made
             carry = new
+
+    def _alike(
+        self,
+        like: list[Value],
+        new: list[Value],
+        eqn: JaxprEqn,
+        positions: Iterable[int],
+    ) -> Numbered:
+        """Results at these positions as arrays, with the slices that others have."""
+        return {k: self._array(new[k], _kind(like[k]), eqn) for k in positions}
 
     def _carried(self, x: Value, y: Value, eqn: JaxprEqn) -> Value:
         """A carry like the one that a step gives for it."""
@@ -510,7 +510,7 @@ class Evaluator:
         if isinstance(index, Missing):
             return [index.used(eqn)] * len(eqn.outvars)
 
-        def results(n: int, given: dict[int, jax.Array]) -> list[Value]:
+        def results(n: int, given: Numbered) -> list[Value]:
             inside = insides[n]._traced()
             return inside.results(branches[n], _filled(operands, given))
 
@@ -520,8 +520,8 @@ class Evaluator:
         self,
         index: jax.Array,
         number: int,
-        results: Callable[[int, dict[int, jax.Array]], list[Value]],
-        given: dict[int, jax.Array],
+        results: Callable[[int, Numbered], list[Value]],
+        given: Numbered,
     ) -> list[Value]:
         """``jax.lax.switch`` over functions of arrays whose results are any values."""
         made: list[list[Value]] = []
@@ -531,7 +531,7 @@ class Evaluator:
         kinds = [next(filter(None, map(_kind, column)), None) for column in columns]
         missing = list(map(_missing, columns))
 
-        def taken(n: int, given: dict[int, jax.Array]) -> list[jax.Array]:
+        def taken(n: int, given: Numbered) -> list[jax.Array]:
             made = zip(results(n, given), kinds, missing, strict=True)
             there = [(x, kind) for x, kind, reasons in made if not reasons]
             return self.arrays(*zip(*there, strict=True)) if there else []
@@ -629,7 +629,7 @@ def _like(array: jax.Array | None, old: Value) -> Value:
     return old if array is None else _of_kind(array, _kind(old))
 
 
-def _filled(values: Sequence[Value], given: dict[int, jax.Array]) -> list[Value]:
+def _filled(values: Sequence[Value], given: Numbered) -> list[Value]:
     """The same values with these arrays, by position."""
     return [_like(given.get(k), x) for k, x in enumerate(values)]
 
@@ -642,7 +642,7 @@ def _moved(x: Value, by: int) -> Value:
     return Slices(x.array, Kind(source, Along(axis + by, entries)))
 
 
-def _given(values: Sequence[Value]) -> dict[int, jax.Array]:
+def _given(values: Sequence[Value]) -> Numbered:
     """The arrays among values, by position; of an array with slices those."""
     return {
         k: x.array if isinstance(x, Slices) else x

@@ -9,6 +9,7 @@ import jax
 import optax
 
 from gradxform._checks import arguments, structures
+from gradxform._devices import host
 from gradxform._gates import gate, missing
 from gradxform._jax import versions
 from gradxform._rows import boundary, table_rows
@@ -93,7 +94,9 @@ def apply_gradients(
             "depends on at least one of them."
         )
     table_rows.no_gradients("params", params)
-    grads, arrays = table_rows.numbered(params, grads), maps.stored(params)
+    grads = table_rows.numbered(params, grads)
+    given = maps.stored(params)
+    arrays = host.to_device(given)
     grads = missing.normalized(grads, arrays)
     try:
         with boundary.explained(grads):
@@ -101,7 +104,7 @@ def apply_gradients(
     except AttributeError:  # Another state has other fields.
         structures.own_state(state, jax.eval_shape(tx.init, arrays))
         raise
-    return table_rows.with_rows(params, new), state
+    return table_rows.with_rows(params, host.to_memory_of(new, given)), state
 
 
 def minimize(
@@ -118,6 +121,10 @@ def minimize(
     r"""A compiled training step: the gradients of a loss, and their application.
 
     .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
+
+    It is ``jax.value_and_grad`` and :func:`apply_gradients` in one program, so the
+    compiler sees the whole step. It returns the new parameters, the new state, and the
+    loss of the old parameters.
 
     On a mesh with automatic axes the compiler decides where results lie, and may divide
     a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
@@ -233,12 +240,14 @@ def training_step(
     ) -> tuple[Any, ...]:
         structures.no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
-        _check_tables(tables, learning)
+        _check_tables(tables, learning, params)
         stacked = layered.paths_of(layers, params)
 
         def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
-                lambda p, frozen: frozen if p is None else p, learning, params
+                lambda p, frozen: host.to_device(frozen) if p is None else p,
+                learning,
+                params,
             )
             return loss_fn(merged, *batch)
 
@@ -255,12 +264,13 @@ def training_step(
                 two_passes=two_passes,
             )
             return params, state, *result
+        given, params = params, host.to_device(params)
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
-        value, grads = gradient(learning, *batch)
+        value, grads = gradient(host.to_device(learning), *batch)
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
         extra = {**accepted_kwargs(tx, {"value": value}), **extra}
         params, state = apply_gradients(tx, grads, state, params, **extra)
-        return params, state, value, *aux
+        return host.to_memory_of(params, given), state, value, *aux
 
     return step
 
@@ -274,8 +284,15 @@ def learning_leaves(
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
-def _check_tables(tables: Tables, learning: optax.Params) -> None:
-    """Raises ``ValueError`` if a table is named that is not trainable."""
+def _check_tables(tables: Tables, learning: optax.Params, params: optax.Params) -> None:
+    """Raises ``ValueError`` if a table is not trainable, or parameters on the host."""
+    on_host = [path for path, p in maps.leaves_with_path(params) if host.is_on_host(p)]
+    if tables and on_host:
+        raise ValueError(
+            "minimize takes no tables beside parameters in the host's memory, got "
+            f"those at {structures.path_name(on_host[0])}. Leave out tables, or put "
+            "params on the device."
+        )
     if callable(tables):
         return
     for path, p in maps.leaves_with_path(learning):

@@ -82,7 +82,6 @@ class Update:
     Numbers count the leaves of parameters, state, gradients and extra arguments.
 
     Attributes:
-      paths: those of the stacks.
       program: the step, as a function of the leaves that have a gradient or layers.
       leaves: all leaves.
       given: the numbers of the program's arguments.
@@ -94,7 +93,6 @@ class Update:
       results: those of equations that a first pass has found out.
     """
 
-    paths: list[Path]
     program: WholeProgram
     leaves: list[Any]  # Arrays, numbers.
     given: list[int]
@@ -169,17 +167,7 @@ class Update:
             raise MixedSlicesError(
                 "its update has an io_callback, one call for a layer"
             )
-        return cls(
-            [*arrays],
-            program,
-            leaves,
-            given,
-            replaced,
-            along,
-            sources,
-            lacking,
-            first,
-        )
+        return cls(program, leaves, given, replaced, along, sources, lacking, first)
 
     @property
     def wholes(self) -> list[Numbered]:

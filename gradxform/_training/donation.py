@@ -13,6 +13,12 @@ from gradxform._checks import structures
 from gradxform._trees import maps
 from gradxform._trees.types import PyTree
 
+_HOST_LIMIT = (
+    "XLA gives a program for a GPU 64 GB of the host's memory, unless the environment "
+    "variable XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB says more. Its allocator takes more "
+    "than the arrays need, so leave some memory free."
+)
+
 
 class Donating:
     """A jitted ``step(params, state, *batch, **extra)`` that takes its arrays' memory.
@@ -69,7 +75,12 @@ class Donating:
                 elsewhere.add(id(x))
             donated = jax.tree.unflatten(structure, leaves)
             params, state = donated if self._params_too else (params, donated)
-        return self._step(params, state, *batch, **extra)
+        try:
+            return self._step(params, state, *batch, **extra)
+        except jax.errors.JaxRuntimeError as error:
+            if "gpu_host_bfc" in str(error):  # The name of XLA's allocator.
+                error.add_note(_HOST_LIMIT)
+            raise
 
     def __getattr__(self, name: str) -> Any:
         """The other attributes of the jitted function."""

@@ -86,7 +86,7 @@ def step(
     traced = jax.make_jaxpr(by_rows.loss, return_shape=True)
     closed, shapes = traced(types, by_rows.offsets)
     offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
-    named = {n: strings[n] for n in leaves if names[n] in paths}
+    named = {n: strings[n] for n in dense if names[n] in paths}
     loss = stacks.find_scans(closed, [*dense, *offsets], named, frozen)
     results, given, backward = passes.forward(loss, dense | offsets, frozen)
     value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)

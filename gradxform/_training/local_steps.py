@@ -119,7 +119,7 @@ def local_steps(
     ) -> tuple[Any, ...]:
         hint = "Pull the whole table, or push the gradients of its rows at each step."
         boundary.dense("local_steps", params, "trains whole parameters", hint)
-        length = _length(batches)
+        length, params = _length(batches), host.to_device(params)
         if donate and any(map(host.is_on_host, jax.tree.leaves(state))):
             # JAX would give their memory to the pseudo-gradients.
             raise ValueError(

@@ -198,6 +198,11 @@ def forward(
     The stacks are as before. ``frozen`` are the numbers of leaves without a gradient.
     """
     jaxpr = loss.closed.jaxpr
+    axes = {n: axis for scan in loss.scans for n, axis in scan.axes.items()}
+    leaves = {  # Layers of some stacks cannot be read from the host.
+        n: host.to_device(x) if n in axes and not host.can_slice(x, axes[n]) else x
+        for n, x in leaves.items()
+    }
     values: Values = dict(zip(jaxpr.constvars, loss.closed.consts, strict=True))
     values |= {x: leaves[n] for n, x in loss.leaves.items()}
     stacks = [{n: loss.leaves[n] for n in scan.axes} for scan in loss.scans]

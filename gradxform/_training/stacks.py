@@ -227,28 +227,35 @@ def _uses(
     """
     differentiated = jaxprs.differentiated(jaxpr.outvars[0], eqns)
     scans: dict[int, tuple[JaxprEqn, int]] = {}
+    # Scans by which the loss has no derivative, and variables of the stack.
+    idle: dict[int, tuple[tuple[JaxprEqn, int], list[Var]]] = {}
     whole: set[Var] = set()
     for eqn in eqns:
         is_active = not differentiated.isdisjoint(eqn.outvars)
         for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
+            made = [one.outvars[0] for one in stack.equations]
             if jaxprs.name_of(eqn) in _BY_LAYER:
                 equations = *stack.equations, eqn
                 stacks[eqn.outvars[0]] = stack._replace(equations=equations)
-            elif is_active and _goes_over(eqn, k):
+            elif _goes_over(eqn, k) and (is_active or stack.number not in idle):
                 if not eqn.params["length"]:
                     stack.refuse("it has no layer")
                 over = eqn, stack.layers(eqn.params["length"])[0].axis
-                first = scans.setdefault(stack.number, over)
-                if first != over:
-                    its, other = jaxprs.place(eqn), jaxprs.place(first[0])
+                if not is_active:
+                    idle[stack.number] = over, made
+                elif scans.setdefault(stack.number, over) != over:
+                    its, other = jaxprs.place(eqn), jaxprs.place(scans[stack.number][0])
                     stack.refuse(f"a second scan goes over it, {its}, after {other}")
             elif is_active and stack.number not in frozen:
                 stack.refuse(f"it is used by {jaxprs.place(eqn)}")
             else:
-                whole.update(made.outvars[0] for made in stack.equations)
+                whole.update(made)
     for x in jaxprs.among(jaxpr.outvars, stacks).values():
         stacks[x].refuse("the loss returns it")
+    for n, (over, made) in idle.items():
+        if scans.setdefault(n, over) != over:
+            whole.update(made)
     return scans, whole
 
 

@@ -16,7 +16,7 @@ from gradxform._numbers.norms import Layers, StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import with_extra_args_support
-from gradxform._trees.stateless import stateless
+from gradxform._trees.links import stateless
 from gradxform._trees.types import Leaf, PyTree
 
 
@@ -208,25 +208,20 @@ def clip_by_norm(
 def keras_clip(
     inner: optax.GradientTransformation,
     *,
-    clipnorm: jax.typing.ArrayLike | None,
-    clipvalue: jax.typing.ArrayLike | None,
-    global_clipnorm: jax.typing.ArrayLike | None,
     axis_name: AxisName = None,
     stacked_axes: StackedAxes = None,
     sums_of: Literal["layers", "rows"] | None = None,
+    **limits: jax.typing.ArrayLike | None,
 ) -> optax.GradientTransformation:
     """Keras's clip arguments in front of ``inner``; without a clip it stands alone.
+
+    Keras's ``clipnorm``, ``clipvalue`` and ``global_clipnorm`` are the ``limits``.
 
     An ``inner`` that needs sums of squares itself, ``sums_of`` layers or of rows, need
     not read the gradients again. Where the clip has them, it receives those of the
     clipped gradients as ``clip_sums``, an extra argument: 7 N instead of 10 N for
     NovoGrad, and 4 N instead of 7 N for row-wise Adagrad.
     """
-    limits = {
-        "clipnorm": clipnorm,
-        "clipvalue": clipvalue,
-        "global_clipnorm": global_clipnorm,
-    }
     arguments.at_most_one(**limits)
     for name, limit in limits.items():
         if limit is None:

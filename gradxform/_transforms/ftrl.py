@@ -154,21 +154,12 @@ def ftrl(
         params = structures.params_like("ftrl", updates, params)
         rate = proximal_rate(learning_rate, state)
         # All of z is multiplied, and the weight's fraction is expanded, or neither.
-        of_gradients, of_weights = (
-            jnp.ones_like(rate),
-            1 / jnp.where(rate != 0, rate, 1),
-        )
-        if multiply_linear_by_learning_rate:
-            of_gradients, of_weights = rate, jnp.ones_like(rate)
-        follow = functools.partial(
-            _follow, numbers, rate != 0, of_gradients, of_weights
-        )
-        updates, *new = boundary.map_step(
-            jax.jit(follow),  # Traced once for each shape, not for each leaf.
-            updates,
-            [state.sum_of_squares, state.linear],
-            reads=[params],
-        )
+        unit, inverse = jnp.ones_like(rate), 1 / jnp.where(rate != 0, rate, 1)
+        scales = (rate, unit) if multiply_linear_by_learning_rate else (unit, inverse)
+        # Traced once for each shape, not for each leaf.
+        follow = jax.jit(functools.partial(_follow, numbers, rate != 0, *scales))
+        kept = [state.sum_of_squares, state.linear]
+        updates, *new = boundary.map_step(follow, updates, kept, reads=[params])
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 
     return clipping.keras_clip(

@@ -11,6 +11,7 @@ import optax
 from gradxform._checks import arguments
 from gradxform._numbers import arithmetic, constants
 from gradxform._trees import maps
+from gradxform._trees.links import stateful
 
 _State: TypeAlias = optax.ScaleByScheduleState | optax.EmptyState
 
@@ -56,12 +57,8 @@ def scale_by_learning_rate(
         return optax.EmptyState()
 
     def update_fn(
-        updates: optax.Updates,
-        state: _State,
-        params: optax.Params | None = None,
-        **extra: object,
+        updates: optax.Updates, state: _State
     ) -> tuple[optax.Updates, _State]:
-        del params, extra
         descent = -jnp.asarray(rate_at(learning_rate, state))
         updates = maps.map_updates(lambda u: arithmetic.scale(u, descent), updates)
         if not callable(learning_rate):
@@ -69,7 +66,7 @@ def scale_by_learning_rate(
         count = optax.safe_increment(state.count)
         return updates, optax.ScaleByScheduleState(count=count)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return stateful(init_fn, update_fn)
 
 
 def rate_at(

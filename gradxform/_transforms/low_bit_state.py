@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh
-from gradxform._jax.compilers import unshared
+from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
@@ -194,27 +194,22 @@ def low_bit_state(
         names = map(structures.path_str, paths)
         whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
-        # With an argument in it, `jit` knows the devices.
-        last = constants.zero(params, jnp.float32)
-
-        def encoded(name: str, x: Any, whole: bool) -> tuple[_Scales, Leaf]:
-            nonlocal last
-            if isinstance(x, optax.MaskedNode):  # It may say which leaf it replaces.
-                return x, x
-            axis = None if whole else _axis_for(x, block_size, min_size, block_axis)
-            if axis is None or is_kept(name):
-                return optax.MaskedNode(), x
-            x = jnp.asarray(x)
-            is_manual = jax.typeof(x).sharding.mesh.manual_axes  # Axes may differ.
-            if isinstance(x, jax.core.Tracer) and not is_manual:
-                # Otherwise the compiler for CPU makes all arrays in floating point
-                # before it encodes one: 1 N. A barrier around `x` does not change that.
-                x = jnp.where(constants.never(jnp.sum(last)), 1, x)
-            last, codes = _encoded(x, axis, _blocks(x.shape[axis], block_size), x.dtype)
-            return last, codes
+        def axis_for(name: str, x: Any, whole: bool) -> int | None:
+            if whole or isinstance(x, optax.MaskedNode) or is_kept(name):
+                return None
+            return _axis_for(x, block_size, min_size, block_axis)
 
         entries = zip(names, maps.leaves(state), whole, strict=True)
-        return _state(maps.structure(state), [encoded(*entry) for entry in entries])
+        axes = [axis_for(*entry) for entry in entries]
+        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
+            return _traced_state(inner.init, params, state, axes, block_size)
+        encoded = [
+            _encoded_at_once(x, axis, _blocks(np.shape(x)[axis], block_size))
+            if axis is not None
+            else _as_is(x)
+            for x, axis in zip(maps.leaves(state), axes, strict=True)
+        ]
+        return _state(maps.structure(state), encoded)
 
     def update_fn(
         updates: optax.Updates,
@@ -241,6 +236,60 @@ def low_bit_state(
 def _state(structure: Any, entries: list[tuple[_Scales, Leaf]]) -> LowBitState:
     scales, leaves = (tuple(entry[i] for entry in entries) for i in range(2))
     return LowBitState(scales, jax.tree.unflatten(structure, leaves))
+
+
+def _as_is(x: Leaf) -> tuple[optax.MaskedNode, Leaf]:
+    """A leaf without scales. A masked node may say which leaf it replaces."""
+    return (x if isinstance(x, optax.MaskedNode) else optax.MaskedNode()), x
+
+
+def _traced_state(
+    init: optax.TransformInitFn,
+    params: optax.Params,
+    state: optax.OptState,
+    axes: list[int | None],
+    block_size: int,
+) -> LowBitState:
+    """The first state, whose arrays are made and encoded one after another.
+
+    Arrays with layers are made and encoded layer by layer. Otherwise the compiler for
+    CPU would make all of them in floating point before it encodes one: 1 N.
+    """
+    program = jax.make_jaxpr(init)(params)
+    # With an argument in it, `jit` knows the devices.
+    last, number = constants.zero(params, jnp.float32), 0
+    entries: list[tuple[_Scales, Leaf]] = []
+    for x, axis in zip(maps.leaves(state), axes, strict=True):
+        number += len(jax.tree.leaves(x))
+        if axis is None:
+            entries.append(_as_is(x))
+            continue
+        n, there = _blocks(x.shape[axis], block_size), jax.typeof(x).sharding
+        if there.mesh.manual_axes:  # Axes may differ.
+            entry = _encoded(x, axis, n, x.dtype)
+        elif not axis or x.ndim < 3 or there.spec[0]:
+            after = jnp.where(constants.never(jnp.sum(last)), 1, x)
+            entry = _encoded(after, axis, n, x.dtype)
+        else:
+            make, used = jaxprs.result(program, number - 1, jax.tree.leaves(params))
+            each, _ = compilers.barrier((jnp.arange(len(x)), last))
+            layer = functools.partial(_layer, make, used, axis - 1, n)
+            entry = jax.lax.map(layer, each)
+        last = entry[0]
+        entries.append(entry)
+    return _state(maps.structure(state), entries)
+
+
+def _layer(
+    make: Callable[..., jax.Array], used: list[Any], axis: int, n: int, i: jax.Array
+) -> _Encoded:
+    """:func:`_encoded` for layer ``i`` of ``make(used)``.
+
+    After the barrier the compiler does not make all layers in front of the loop.
+    """
+    i, used = compilers.barrier((i, used))
+    x = jax.lax.dynamic_index_in_dim(make(used), i, keepdims=False)
+    return _encoded(x, axis, n, x.dtype)
 
 
 def _axis_for(x: Any, block_size: int, min_size: int, block_axis: int) -> int | None:
@@ -281,6 +330,12 @@ def _again(scales: _Scales, old: Any, x: Any) -> tuple[_Scales, Leaf]:  # Any le
         if before != now and jnp.issubdtype(now, jnp.floating):
             x = jnp.asarray(x, before)
     return scales, x
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _encoded_at_once(x: jax.Array, axis: int, n: int) -> _Encoded:
+    """:func:`_encoded` in one program, not one for each of its operations."""
+    return _encoded(x, axis, n, x.dtype)
 
 
 def _encoded(x: jax.Array, axis: int, n: int, dtype: Any) -> _Encoded:
@@ -329,7 +384,7 @@ def _joined(x: jax.Array, axis: int, length: int) -> jax.Array:
 def _encode(x: jax.Array, *, axis: int, n: int, dtype: Any) -> _Encoded:
     length, x = x.shape[axis], dtypes.widen(x)
     # A maximum may drop NaN on CPU, but not inf. On CPU it needs an array in memory.
-    x = unshared(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
+    x = compilers.unshared(_in_blocks(jnp.where(x != x, jnp.inf, x), axis, n))
     low, high = (f(x, axis=axis + 1, keepdims=True) for f in (jnp.min, jnp.max))
     most = jnp.maximum(high, -low)
     unsigned = (low >= 0) & (most > 0)

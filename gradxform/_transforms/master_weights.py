@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import arguments, structures
+from gradxform._devices import host
 from gradxform._jax.compilers import barrier_after, narrow, unshared
 from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
@@ -276,7 +277,7 @@ def _widened(p: Param) -> Param:
         return p
     if isinstance(p, jax.ShapeDtypeStruct):
         return p.update(dtype=jnp.float32)
-    return half.as_float32(p)
+    return half.as_float32(host.to_device(p))
 
 
 def _joined(p: jax.Array, r: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ from gradxform._numbers import arithmetic, constants, norms
 from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees.links import stateful
 from gradxform._trees.types import Gradient, Leaf
 
 
@@ -90,12 +91,8 @@ def measure_norms(
         return MeasureNormsState(maps.map_params(zeros, params, axes))
 
     def update_fn(
-        updates: optax.Updates,
-        state: MeasureNormsState,
-        params: optax.Params | None = None,
-        **extra: object,
+        updates: optax.Updates, state: MeasureNormsState
     ) -> tuple[optax.Updates, MeasureNormsState]:
-        del params, extra
         updates = boundary.summed_rows(updates)
         old = boxes.as_in(updates, state.norms)
         structures.same_leaves("updates", updates, "norms", old, _fits)
@@ -117,7 +114,7 @@ def measure_norms(
         nodes = maps.structure(state.norms)
         return updates, MeasureNormsState(jax.tree.unflatten(nodes, new))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return stateful(init_fn, update_fn)
 
 
 def _fits(g: Gradient, norm: Leaf) -> bool:

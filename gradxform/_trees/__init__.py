@@ -10,7 +10,7 @@ device, so a transformation need not know about the kinds.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``placeholders``: whose state a leaf of a state is, as ``init`` shows it.
 - ``extra_args``: which extra arguments a transformation takes.
-- ``stateless``: a transformation from a function of its updates.
+- ``links``: a transformation from a function of its updates, or of its state too.
 
 Nothing here imports another subpackage.
 """

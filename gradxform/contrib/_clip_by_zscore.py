@@ -14,6 +14,7 @@ from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms.clipping import clipped, factor_to, global_norm
 from gradxform._trees import dtypes, maps
+from gradxform._trees.links import stateful
 
 _EPS = 1e-6  # Of the authors' code.
 
@@ -111,12 +112,8 @@ def clip_by_zscore(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ClipByZscoreState,
-        params: optax.Params | None = None,
-        **extra: object,
+        updates: optax.Updates, state: ClipByZscoreState
     ) -> tuple[optax.Updates, ClipByZscoreState]:
-        del params, extra
         updates = boundary.summed_rows(updates)
         norm = global_norm(updates, axis_name=axis_name).astype(jnp.float32)
         last = dtypes.saturated(warmup)
@@ -147,4 +144,4 @@ def clip_by_zscore(
             variance=jnp.where(finite, spread, variance),
         )
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return stateful(init_fn, update_fn)

@@ -14,6 +14,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import scale_by_learning_rate
 from gradxform._trees import dtypes
+from gradxform._trees.links import stateful
 
 # The defaults of both functions.
 B1 = 0.9
@@ -118,12 +119,8 @@ def scale_by_delayed_nesterov(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: ScaleByDelayedNesterovState,
-        params: optax.Params | None = None,
-        **extra: object,
+        updates: optax.Updates, state: ScaleByDelayedNesterovState
     ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
-        del params, extra
         momentum.check_dense("delayed_nesterov", updates, state.mu)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
@@ -153,7 +150,7 @@ def scale_by_delayed_nesterov(
         updates, *new = boundary.map_step(step, updates, kept)
         return updates, ScaleByDelayedNesterovState(*new)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return stateful(init_fn, update_fn)
 
 
 def delayed_nesterov(

@@ -13,6 +13,7 @@ from gradxform._devices.mesh import AxisName
 from gradxform._numbers import arithmetic, constants, norms
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees.links import stateful
 
 
 class MeasureCosineState(NamedTuple):
@@ -90,12 +91,8 @@ def measure_cosine(
         )
 
     def update_fn(
-        updates: optax.Updates,
-        state: MeasureCosineState,
-        params: optax.Params | None = None,
-        **extra: object,
+        updates: optax.Updates, state: MeasureCosineState
     ) -> tuple[optax.Updates, MeasureCosineState]:
-        del params, extra
         boundary.dense("measure_cosine", updates)
         structures.same_shapes("updates", updates, "previous", state.previous)
         before = boxes.as_in(updates, state.squares)
@@ -118,4 +115,4 @@ def measure_cosine(
         cosine = jnp.clip(cosine, -1, 1).astype(jnp.float32)
         return updates, MeasureCosineState(cosine, *kept)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return stateful(init_fn, update_fn)

@@ -17,6 +17,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees.links import stateful
 from gradxform._trees.types import Leaf
 from gradxform.contrib._alignment import (
     MomentumAlignment,
@@ -131,12 +132,8 @@ def scale_by_momentum_look_ahead(
         return ScaleByMomentumLookAheadState(mu=momentum.zeros(params, mu_dtype))
 
     def update_fn(
-        updates: optax.Updates,
-        state: ScaleByMomentumLookAheadState,
-        params: optax.Params | None = None,
-        **extra: object,
+        updates: optax.Updates, state: ScaleByMomentumLookAheadState
     ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
-        del params, extra
         momentum.check_dense("momentum_look_ahead", updates, state.mu)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
@@ -167,7 +164,7 @@ def scale_by_momentum_look_ahead(
         updates, *mu = boundary.map_step(step, updates, [state.mu], shares)
         return updates, ScaleByMomentumLookAheadState(*mu)
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    return stateful(init_fn, update_fn)
 
 
 def momentum_look_ahead(

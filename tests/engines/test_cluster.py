@@ -184,46 +184,6 @@ def test_what_is_no_worker_is_named_here_too(monkeypatch):
         pass
 
 
-def test_a_group_that_waits_for_machines_warns(monkeypatch, caplog):
-    now, asked = [0.0], []
-
-    def wait(seconds):
-        now[0] += 15.0
-        return now[0] == 45.0
-
-    notes = Notes()
-    notes.nodes = lambda: [{"Alive": True}] * 2
-    notes.util = types.SimpleNamespace(
-        placement_group=lambda *args: (
-            asked.append(args) or types.SimpleNamespace(wait=wait)
-        ),
-        remove_placement_group=lambda _: notes.calls.append("remove"),
-        scheduling_strategies=types.SimpleNamespace(
-            PlacementGroupSchedulingStrategy=lambda place, **bundle: bundle
-        ),
-    )
-    monkeypatch.setitem(sys.modules, "ray", notes)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    options = {"scheduling_strategy": "STRICT_SPREAD", "num_gpus": 1}
-    with (
-        pytest.raises(TypeError, match="Could not serialize"),  # As for any second one.
-        engines.ray(
-            make_job(),
-            server_processes=2,
-            server_options=options,
-            server_shardings=lambda path, shape: None,
-        ),
-    ):
-        pass
-    # Ray places none of them without a CPU as well.
-    assert asked == [([{"CPU": 1.0, "GPU": 1}] * 2, "STRICT_SPREAD")]
-    places = [x.get("scheduling_strategy") for x in notes.options]
-    assert places[-2:] == [{"placement_group_bundle_index": k} for k in (0, 1)]
-    (said,) = caplog.messages
-    assert said.startswith("the server waits for machines with room: 2 times {")
-    assert notes.calls[-3:] == ["kill process", "remove", "shutdown"]
-
-
 # Where there is no cluster.
 
 RAISES = "def init(address, **_): raise RuntimeError(f'not\\n{address}')"

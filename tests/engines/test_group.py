@@ -326,15 +326,21 @@ def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
 @marked
 def test_the_processes_lie_where_the_options_say():
     ray = pytest.importorskip("ray")
-    options = {"scheduling_strategy": "STRICT_PACK", "num_cpus": 2, "name": "server"}
-    with engines.ray(slow(4), server_options=options, **OF_TWO) as run:
-        (place,) = ray.util.placement_group_table().values()
-        assert place["strategy"] == "STRICT_PACK"
-        assert [*place["bundles"].values()] == [{"CPU": 2.0}] * 2
-        assert ray.get_actor("server")._actor_id == run.server.actor._actor_id
-        assert len(list(run.pushes)) == 4
-    (place,) = ray.util.placement_group_table().values()
-    assert place["state"] == "REMOVED"
+    group = ray.util.placement_group([{"CPU": 2}] * 2, "STRICT_PACK")
+    place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+    options = {"scheduling_strategy": place, "num_cpus": 2, "name": "server"}
+
+    def where(run):
+        own = ray.util.get_current_placement_group
+        return on_group(lambda *_: own() and own().id.hex(), run)
+
+    try:
+        with engines.ray(slow(4), server_options=options, **OF_TWO) as run:
+            assert where(run) == [group.id.hex()] * 2
+            assert ray.get_actor("server")._actor_id == run.server.actor._actor_id
+            assert len(list(run.pushes)) == 4
+    finally:
+        ray.util.remove_placement_group(group)
 
 
 # Deaths. The job is slow enough that they happen while it runs.

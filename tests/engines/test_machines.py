@@ -61,13 +61,14 @@ def test_each_process_has_its_machine_and_one_may_vanish(tmp_path):
 
     job, pushes, killed = slow(100), [], []
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20)
-    options = {"scheduling_strategy": "STRICT_SPREAD", "resources": {"table": 1}}
-    with (
-        machines(3) as cluster,
-        engines.ray(
-            job, checkpoint=checkpoint, server_options=options, **OF_TWO
-        ) as run,
-    ):
+    each = {"CPU": 1, "table": 1}
+    with contextlib.ExitStack() as stack:
+        cluster = stack.enter_context(machines(3))
+        group = ray.util.placement_group([each] * 2, "STRICT_SPREAD")
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
+        options = {"scheduling_strategy": place, "resources": {"table": 1}}
+        given = {"checkpoint": checkpoint, "server_options": options, **OF_TWO}
+        run = stack.enter_context(engines.ray(job, **given))
         before = where(run)
         assert len({*before}) == 2
         for push in run.pushes:

@@ -213,7 +213,7 @@ def _init(params):
     return _State(0, optax.EmptyState())
 
 
-def _decide(updates, state, params, **extra):
+def _decide(updates, state, **extra):
     never = jnp.array(False)
     return Decision(never, never, lambda _: updates, state._replace(decided=1), extra)
 

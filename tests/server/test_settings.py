@@ -75,6 +75,7 @@ def use(pushes, start):
         return given, server.state()
 
 
+@pytest.mark.slow
 @settings
 @pytest.mark.parametrize("main", [True, False], ids=["main thread", "other thread"])
 def test_a_server_works(setting, main):

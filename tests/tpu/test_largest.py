@@ -23,3 +23,19 @@ def test_one_chip_holds_a_large_model(name, billions):
     on_chip, on_host = largest.needed(largest.lower(training, layers, chip), 15.75)
     assert on_chip <= 15.75
     assert on_host > 6 * billions  # GiB; bytes of state for each parameter.
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("name", "layers", "most"),
+    [
+        ("layers, all of it on the host", 80, 3.0),
+        ("master weights, layers, all of it on the host", 400, 4.5),
+    ],
+)
+def test_the_chip_holds_two_layers_of_a_model_on_the_host(name, layers, most):
+    """4.0 billion parameters in float32, 20.1 billion in bfloat16."""
+    chip, training = mesh("v5e:2x2"), largest.TRAININGS[name]
+    on_chip, _ = largest.needed(largest.lower(training, layers, chip), 15.75)
+    assert on_chip <= most

@@ -196,11 +196,12 @@ def test_one_collective_on_256_chips(name):
     assert collectives(text) == {"all-reduce": 1}
 
 
-def test_sums_that_stay_in_hbm_stay_sharded():
+@pytest.mark.parametrize("write", [gx_step, optax_step])
+def test_sums_that_stay_in_hbm_stay_sharded(write):
     """The norm needs the only collective, as without `accumulate`."""
     params = placed(gpt2_short(), mesh("v5e:16x16"))
     tx = gx.accumulate(CHAINS["clip + adagrad"], 4)
-    lowered = lower_step(tx, params, optax_step)
+    lowered = lower_step(tx, params, write)
     assert "pinned_device" in lowered.as_text()
     assert collectives(lowered.compile().as_text()) == {"all-reduce": 1}
 

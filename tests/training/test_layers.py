@@ -643,6 +643,7 @@ def haiku():
     return pure.apply, params, "blocks"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "name"),
     [

@@ -1,4 +1,4 @@
-"""A state in the host's memory: the same numbers, and one layer of it on the device."""
+"""State and parameters on the host: the same numbers, and a layer on the device."""
 
 import functools
 
@@ -54,23 +54,43 @@ def kinds(tree):
     return jax.tree.map(lambda x: x.sharding.memory_kind, tree)
 
 
-def train(tx, params, state, layers=(), loss_fn=loss_fn, two_passes=False, **extra):
-    """Four steps. Each leaves the state where it was."""
-    step = gx.minimize(loss_fn, tx, layers=layers, two_passes=two_passes)
-    types, memory = jax.tree.map(jax.typeof, state), kinds(state)
+def train(
+    tx,
+    params,
+    state,
+    layers=(),
+    loss_fn=loss_fn,
+    two_passes=False,
+    trainable=None,
+    **extra,
+):
+    """Four steps. Each leaves parameters and state where they were."""
+    step = gx.minimize(
+        loss_fn, tx, layers=layers, two_passes=two_passes, trainable=trainable
+    )
+    types, memory = jax.tree.map(jax.typeof, state), kinds((params, state))
     for number in range(4):
         params, state, _ = step(params, state, batch(number), **extra)
-        assert kinds(state) == memory
+        assert kinds((params, state)) == memory
         assert jax.tree.map(jax.typeof, state) == types
     return params, state
 
 
-def check(tx, make=start, state_of=lambda tx, p: on_host(tx.init(p)), **how):
-    """The steps on either state give the same."""
+def on_host_in_jit(tx, params):
+    return jax.jit(lambda params: on_host(tx.init(params)))(params)
+
+
+def check(tx, make=start, state_of=None, *, params_too=False, **how):
+    """The steps give the same for a state on the host, and for parameters there."""
     wanted = train(tx, make(), tx.init(make()), **how)
-    state = state_of(tx, make())
-    assert "pinned_host" in jax.tree.leaves(kinds(state))
-    got = train(tx, make(), state, **how)
+    params = on_host(make()) if params_too else make()
+    if state_of:
+        state = state_of(tx, make())
+    else:
+        state = on_host_in_jit(tx, params) if params_too else on_host(tx.init(params))
+    if not params_too:
+        assert "pinned_host" in jax.tree.leaves(kinds(state))
+    got = train(tx, params, state, **how)
     got, wanted = jax.tree.map(lambda x: np.asarray(x, np.float64), (got, wanted))
     chex.assert_trees_all_close(got, wanted, rtol=2e-6, atol=5e-7)
 
@@ -135,6 +155,185 @@ def test_a_leaf_without_a_gradient():
     chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
 
 
+# Parameters on the host, too.
+
+MORE = {
+    "sgd": optax.sgd(0.1),
+    "novograd": gx.novograd(
+        0.1, stacked_axes={"blocks": 1, "head": 0, "gain": 0}, weight_decay=0.1
+    ),
+    "partition": optax.partition(
+        {"matrices": optax.adam(1e-2), "others": optax.sgd(0.1)},
+        lambda p: jax.tree.map(lambda x: "matrices" if x.ndim > 2 else "others", p),
+    ),
+    "schedule_free": optax.contrib.schedule_free_adamw(1e-2),
+}
+
+
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
+def test_parameters_there(name, layers):
+    tx = (OPTIMIZERS | MORE)[name]
+    check(tx, layers=layers, params_too=True)
+
+
+@pytest.mark.parametrize(
+    "layers", [pytest.param((), marks=pytest.mark.slow), ("blocks",)]
+)
+@pytest.mark.parametrize("bytes_of_rest", [1, 2])
+def test_parameters_in_half_precision_there(bytes_of_rest, layers):
+    tx = gx.master_weights(optax.adamw(1e-2))
+    if bytes_of_rest == 1:
+        inner = gx.low_bit_state(optax.adamw(1e-2), min_size=512, block_size=8)
+        tx = gx.master_weights(inner, residual_dtype="int8")
+    check(tx, lambda: start("bfloat16"), layers=layers, params_too=True)
+
+
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+def test_parameters_there_behind_a_gate(layers):
+    tx = gx.drop_stale(optax.adamw(1e-2), max_staleness=1)
+    check(tx, layers=layers, params_too=True, local_step=0)
+
+
+def test_parameters_there_in_two_passes():
+    tx = optax.chain(gx.clip_by_global_norm(0.1), optax.adam(1e-2))
+    check(tx, layers=("blocks",), two_passes=True, params_too=True)
+
+
+@pytest.mark.parametrize("layers", [(), ("blocks",)])
+def test_a_frozen_base_there(layers):
+    learns = {"blocks": {"w": False, "b": True}, "head": False, "gain": True}
+    check(optax.adam(1e-2), layers=layers, trainable=learns, params_too=True)
+
+
+def test_a_step_of_your_own():
+    """Gradients on the device, parameters and state on the host."""
+    tx, params, grads = gx.adagrad(0.1), start(), jax.tree.map(jnp.ones_like, start())
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    wanted, _ = step(grads, tx.init(params), params)
+    there = on_host(params)
+    got, _ = step(grads, on_host_in_jit(tx, there), there)
+    assert kinds(got) == kinds(there)
+    chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
+
+
+def test_local_steps_from_parameters_there():
+    tx, batches = optax.sgd(0.1), jnp.stack([batch(0), batch(1)])
+    steps = gx.local_steps(loss_fn, tx)
+    (wanted, _, _), (got, _, _) = (
+        steps(params, tx.init(start()), batches)
+        for params in (start(), on_host(start()))
+    )
+    chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
+
+
+def test_a_checkpoint_of_parameters_there(tmp_path):
+    tx = optax.adam(0.1)
+    params = on_host(start())
+    trained = train(tx, params, on_host_in_jit(tx, params), layers=["blocks"])
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), trained
+    )
+    with ocp.StandardCheckpointer() as files:
+        files.save(tmp_path / "both", trained)
+        files.wait_until_finished()
+        got = files.restore(tmp_path / "both", like)
+    assert kinds(got) == kinds(trained)
+    chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, trained)))
+
+
+# How much memory it takes, in N, the bytes of the parameters.
+
+
+def model(dtype="float32", layers=16, width=128):
+    """Stacks on one device, and a loss that scans them."""
+
+    def loss_fn(p, x):
+        def layer(x, w):
+            return x + jnp.tanh(x @ w["up"]) @ w["down"], None
+
+        x, _ = jax.lax.scan(jax.checkpoint(layer), x, p["layers"])
+        return jnp.mean(x.astype(jnp.float32) ** 2)
+
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    shapes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    described = {
+        k: jax.ShapeDtypeStruct(s, jnp.dtype(dtype), sharding=place)
+        for k, s in shapes.items()
+    }
+    return loss_fn, {"layers": described}, jax.ShapeDtypeStruct((1, width), dtype)
+
+
+def size(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.mark.figures
+def test_a_step_needs_two_layers_of_room():
+    tx, (loss_fn, params, x) = optax.adamw(1e-3), model()
+    params = gx.on_host(params)
+    state = jax.jit(lambda p: gx.on_host(tx.init(p))).eval_shape(params)
+    step = gx.minimize(loss_fn, tx, layers=["layers"]).lower(params, state, x)
+    found = step.compile().memory_analysis().temp_size_in_bytes
+    assert found < 0.25 * size(params)
+
+
+ROOM = {
+    "adamw": (optax.adamw(1e-3), "float32"),
+    "8 bits": (gx.low_bit_state(optax.adamw(1e-3)), "float32"),
+    "8 bits of ours": (gx.low_bit_state(gx.adagrad(1e-3)), "float32"),
+    "master weights": (gx.master_weights(optax.adamw(1e-3)), "bfloat16"),
+    "seven bytes": (
+        gx.master_weights(gx.low_bit_state(optax.adamw(1e-3)), residual_dtype="int8"),
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("params_too", [False, True])
+@pytest.mark.parametrize("name", ROOM)
+def test_a_new_state_needs_a_layer_of_room(name, params_too):
+    tx, dtype = ROOM[name]
+    _, params, _ = model(dtype)
+    params = gx.on_host(params) if params_too else params
+    make = jax.jit(lambda p: gx.on_host(tx.init(p)), keep_unused=True).lower(params)
+    found = make.compile().memory_analysis().temp_size_in_bytes
+    assert found <= 0.15 * size(params)
+
+
+def test_a_new_state_in_8_bits_is_that_of_whole_arrays():
+    """Made layer by layer, and outside of jit an array at a time."""
+    params = {"w": jnp.ones((3, 40, 128)), "v": jnp.ones((1024, 8)), "b": jnp.ones(9)}
+    inner = optax.chain(optax.scale_by_adam(), optax.trace(0.9))
+    weights = jnp.linspace(-2, 3, 3 * 40 * 128).reshape(3, 40, 128)
+
+    def init(params):  # Of values, and of others in each layer.
+        found = inner.init(params)
+        return found[0]._replace(mu=params | {"w": params["w"] * weights}), found[1]
+
+    own = optax.GradientTransformation(init, inner.update)
+    tx = gx.low_bit_state(own, min_size=512, block_size=8)
+    eager, jitted = tx.init(params), jax.jit(tx.init)(params)
+    chex.assert_trees_all_equal(eager, jitted)
+    scales = [x for x in jax.tree.leaves(eager.scales) if x.shape == (3, 8, 128)]
+    blocks = np.abs(np.asarray(weights)).reshape(3, 8, 5, 128)
+    np.testing.assert_array_equal(np.abs(scales[0]), blocks.max(2))
+
+
+def test_a_new_state_in_8_bits_takes_few_programs():
+    """Each took a fifth of a second on a GPU, for 134 of them in a transformer."""
+    programs = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **kwargs: programs.append("backend_compile" in name)
+    )
+    params = {k: jnp.ones((2, 24 + k, 264)) for k in range(3)}
+    jax.block_until_ready(optax.scale_by_adam().init(params))
+    programs.clear()
+    gx.low_bit_state(optax.scale_by_adam()).init(params)
+    assert sum(programs) <= 3 + 2
+
+
 # What is moved.
 
 
@@ -178,16 +377,22 @@ def test_a_skipped_push_moves_nothing():
 def test_donated_arrays_are_written_in_place():
     tx, params = optax.adam(0.1), start()
     step = gx.minimize(loss_fn, tx, layers=["blocks"])
-    state = on_host(tx.init(params))
-    before = state[0].mu["blocks"]["w"]
-    place = before.unsafe_buffer_pointer()
-    _, state, _ = step(params, state, batch(0))
-    assert before.is_deleted()
-    assert state[0].mu["blocks"]["w"].unsafe_buffer_pointer() == place
+    params, state = on_host(params), on_host(tx.init(params))
+    before = [params["blocks"]["w"], state[0].mu["blocks"]["w"]]
+    places = {x.unsafe_buffer_pointer() for x in before}
+    params, state, _ = step(params, state, batch(0))
+    assert all(x.is_deleted() for x in before)
+    after = [params["blocks"]["w"], state[0].mu["blocks"]["w"]]
+    # JAX pairs them by shape and memory.
+    assert places <= {
+        x.unsafe_buffer_pointer() for x in [*after, state[0].nu["blocks"]["w"]]
+    }
 
 
-def test_the_second_step_is_not_compiled_again():
+@pytest.mark.parametrize("params_too", [False, True])
+def test_the_second_step_is_not_compiled_again(params_too):
     tx, params = optax.adam(0.1), jax.device_put(start(), jax.devices()[0])
+    params = on_host(params) if params_too else params
     step = gx.minimize(loss_fn, tx, layers=["blocks"])
     state = jax.jit(lambda p: on_host(tx.init(p)))(params)
     for number in range(2):
@@ -247,6 +452,29 @@ def test_bad_input():
     tx, params = optax.adam(0.1), start()
     with pytest.raises(ValueError, match="local_steps cannot donate a state in the"):
         gx.local_steps(loss_fn, tx)(params, on_host(tx.init(params)), batch(0)[None])
+    step = gx.minimize(loss_fn, tx, tables=["gain"])
+    some = params | {"head": on_host(params["head"])}
+    with pytest.raises(
+        ValueError, match=r"no tables beside parameters .* at \['head'\]"
+    ):
+        step(some, tx.init(params), batch(0))
+
+
+def test_an_error_names_the_limit_of_a_gpu():
+    """Of XLA's allocator for the host; other errors stay as they are."""
+
+    def fail(text):
+        def loss_fn(params):
+            raise jax.errors.JaxRuntimeError(text)
+
+        return gx.minimize(loss_fn, optax.sgd(0.1))
+
+    with pytest.raises(jax.errors.JaxRuntimeError) as found:
+        fail("RESOURCE_EXHAUSTED: Out of host memory, xla_gpu_host_bfc")(start(), ())
+    assert "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB" in "".join(found.value.__notes__)
+    with pytest.raises(jax.errors.JaxRuntimeError) as found:
+        fail("INTERNAL")(start(), ())
+    assert "MEMORY_LIMIT" not in "".join(getattr(found.value, "__notes__", []))
 
 
 # Many devices, frameworks, checkpoints.
@@ -254,7 +482,8 @@ def test_bad_input():
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("layers", [(), ("blocks",)])
-def test_sharded(kind, layers, in_context):
+@pytest.mark.parametrize("params_too", [False, True])
+def test_sharded(kind, layers, params_too, in_context):
     """In ``jit``, too, each part lies where its parameter does."""
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
 
@@ -283,8 +512,9 @@ def test_sharded(kind, layers, in_context):
         assert jax.tree.leaves(state)[1].sharding == wanted
         return state
 
+    how = {"layers": layers, "loss_fn": loss, "params_too": params_too}
     with in_context(mesh):
-        check(gx.adagrad(0.1), make, jitted, layers=layers, loss_fn=loss)
+        check(gx.adagrad(0.1), make, jitted, **how)
 
 
 def test_boxes():

@@ -173,7 +173,6 @@ LOSSES = {
 HALF = {"rtol": 2e-2, "atol": 1e-3}
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("name", LOSSES)
 def test_equals_the_step_by_hand(name):
     one, params = LOSSES[name]
@@ -215,7 +214,6 @@ def test_aux_and_frozen_leaves():
     np.testing.assert_array_equal(ours[0]["layers"]["down"], params["layers"]["down"])
 
 
-@pytest.mark.every
 @pytest.mark.parametrize(
     ("dtype", "sums"),
     [("bfloat16", None), ("float32", "bfloat16"), ("bfloat16", "bfloat16")],

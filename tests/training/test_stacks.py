@@ -335,6 +335,17 @@ def test_reads_without_a_derivative(names):
     check_loss(with_reads, optax.adamw(0.01), names, has_aux=True)
 
 
+@pytest.mark.parametrize("names", [["encoder", "decoder"], ["decoder"]])
+def test_a_scan_without_a_derivative(names):
+    """Its stack gets zeros, as in the ordinary step, and weight decay."""
+
+    def loss_fn(p, x):
+        seen = jax.lax.stop_gradient(encode(p, x))
+        return error(p, decode(p, jnp.cos(x), seen))
+
+    check_loss(loss_fn, optax.adamw(0.01, weight_decay=0.1), names)
+
+
 def test_a_read_with_a_derivative():
     def loss_fn(p, x):
         return encoder_and_decoder(p, x) + 0.1 * norm(p["decoder"]["w"])

@@ -255,6 +255,7 @@ def assert_near(got, wanted):
         )
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_eight_devices_goes_on_on_four(tmp_path):
     tx = make()
     eight, four = devices(8), devices(4)

@@ -1,4 +1,4 @@
-"""The public names, read from the package's own source: ``--list``."""
+"""The public names, read from the package's own source."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
+import gradxform as gx
+
 Definition: TypeAlias = ast.ClassDef | ast.FunctionDef
 
 PACKAGES = ("", "contrib", "engines", "keras")
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(gx.__file__).parent
 
 
 class Row(NamedTuple):
@@ -77,14 +79,3 @@ def entries(doc: str, title: str) -> dict[str, str]:
     """The names in a section of a docstring, each with what is said about it."""
     found = re.findall(r"^(\w+): (.*(?:\n .*)*)", _section(doc, title), re.M)
     return {name: " ".join(said.split()) for name, said in found}
-
-
-def text() -> str:
-    """All rows as plain text."""
-    lines = []
-    for row in rows():
-        lines += [row.name, f"    {row.what}"]
-        for title, names in {"state": row.state, "extra arguments": row.extra}.items():
-            if names:
-                lines.append(f"    {title}: {', '.join(names)}")
-    return "\n".join(lines) + "\n"

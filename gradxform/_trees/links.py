@@ -1,10 +1,12 @@
-"""Transformations that keep no state."""
+"""Links of a chain: transformations that need no parameters, or no state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import optax
+
+from gradxform._trees.types import State
 
 
 def stateless(
@@ -25,4 +27,14 @@ def stateless(
 
     return optax.GradientTransformationExtraArgs(
         lambda _: optax.EmptyState(), update_fn
+    )
+
+
+def stateful(
+    init: Callable[[optax.Params], State],
+    update: Callable[[optax.Updates, State], tuple[optax.Updates, State]],
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation whose ``update`` reads only the updates and its own state."""
+    return optax.GradientTransformationExtraArgs(
+        init, lambda updates, state, params=None, **extra: update(updates, state)
     )
