@@ -53,12 +53,9 @@ def result(
     """
     jaxpr = closed.jaxpr
     wanted = jaxpr.outvars[number]
-    needed, eqns = {id(wanted)}, list[Any]()
-    for eqn in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(map(id, eqn.outvars)):
-            eqns.insert(0, eqn)
-            needed.update(map(id, eqn.invars))
-    given = [k for k, x in enumerate(jaxpr.invars) if id(x) in needed]
+    eqns = needed(jaxpr.eqns, [wanted])
+    known = {*filter(is_variable, [wanted]), *variables_read(eqns)}
+    given = [*among(jaxpr.invars, known)]
 
     def computed(used: Sequence[Any]) -> Any:
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
@@ -133,11 +130,13 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
     return mapped(closed)
 
 
-def needed(jaxpr: Jaxpr) -> list[JaxprEqn]:
-    """The equations that have an effect, or whose results are needed."""
+def needed(
+    eqns: Sequence[JaxprEqn], results: Sequence[Var | Literal]
+) -> list[JaxprEqn]:
+    """The equations that have an effect, or that these results need."""
     kept: list[JaxprEqn] = []
-    read = set(filter(is_variable, jaxpr.outvars))
-    for eqn in reversed(jaxpr.eqns):
+    read = set(filter(is_variable, results))
+    for eqn in reversed(eqns):
         if eqn.effects or not read.isdisjoint(eqn.outvars):
             kept.append(eqn)
             read.update(filter(is_variable, eqn.invars))

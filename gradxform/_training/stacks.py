@@ -181,7 +181,8 @@ def find_scans(
       ValueError: a stack is read in another way than by one scan.
     """
     closed = opened(closed, [k for k, n in enumerate(numbers) if n in paths])
-    jaxpr, eqns = closed.jaxpr, jaxprs.needed(closed.jaxpr)
+    jaxpr = closed.jaxpr
+    eqns = jaxprs.needed(jaxpr.eqns, jaxpr.outvars)
     leaves = dict(zip(numbers, jaxpr.invars, strict=True))
     stacks = {leaves[n]: StackVariable(n, path) for n, path in paths.items()}
     scans, whole = _uses(jaxpr, eqns, stacks, frozen)

@@ -8,9 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.training.test_layers import check, train
+from tests.training.test_on_host import OLD
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -138,8 +141,8 @@ LAYERS = {
 
 
 def check_loss(loss_fn, tx, layers=None, make=start, **how):
-    layers = layers or LAYERS[loss_fn]
-    check(loss_fn, tx, make, X, layers=layers, rtol=2e-5, **how)
+    how = {"layers": layers or LAYERS[loss_fn], "batch": [X]} | how
+    check(loss_fn, tx, make, rtol=2e-5, **how)
 
 
 @pytest.mark.parametrize("loss_fn", LAYERS, ids=lambda f: f.__name__)
@@ -208,6 +211,47 @@ def test_master_weights(loss_fn):
     assert jax.tree.map(jax.typeof, got) == jax.tree.map(jax.typeof, wanted)
     got, wanted = (gx.get_master_weights(p, state) for p, state, _ in (got, wanted))
     chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+@pytest.mark.parametrize("loss_fn", [encoder_and_decoder, checkpointed])
+def test_on_a_mesh(loss_fn, is_explicit):
+    """The batch is divided, and so are the parameters on automatic axes."""
+    kind = AxisType.Explicit if is_explicit else AxisType.Auto
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(kind,), devices=jax.devices()[:4])
+    x = jnp.concatenate([X, X, X[:2]])
+
+    def make():
+        def put(p):
+            spec = P() if is_explicit else P(*[None] * (p.ndim - 1), "x")
+            return jax.device_put(p, NamedSharding(mesh, spec))
+
+        return jax.tree.map(put, start())
+
+    with jax.set_mesh(mesh):
+        batch = [jax.device_put(x, NamedSharding(mesh, P("x")))]
+        check_loss(loss_fn, optax.adamw(0.01), make=make, batch=batch)
+
+
+@pytest.mark.skipif(OLD, reason="JAX keeps no result in the host's memory")
+@pytest.mark.parametrize("kind", ["device", "pinned_host"])
+@pytest.mark.parametrize("loss_fn", [encoder_and_decoder, down_and_up])
+def test_state_on_the_host(loss_fn, kind):
+    """With parameters on the device, and there, too."""
+    tx, names = optax.adamw(0.01), LAYERS[loss_fn]
+    step = gx.minimize(loss_fn, tx, layers=names)
+    params, state = start(), gx.on_host(tx.init(start()), min_size=16)
+    if kind != "device":
+        params = gx.on_host(params, min_size=16)
+    for _ in range(4):
+        params, state, _ = step(params, state, X)
+    for name in names:
+        found = {p.sharding.memory_kind for p in jax.tree.leaves(params[name])}
+        assert found == {kind}
+    wanted, *_ = train(loss_fn, tx, start(), X)
+    chex.assert_trees_all_close(
+        jax.device_get(params), jax.device_get(wanted), rtol=2e-5, atol=2e-6
+    )
 
 
 # Frozen parts.
