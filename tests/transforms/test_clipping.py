@@ -175,3 +175,17 @@ def test_the_norm_before_an_optimizers_clip_is_in_its_state(name, rest, from_con
         params, state = gx.apply_gradients(tx, grads, state, params, local_step=step)
         norm = factor * np.sqrt(4 * 16.0 + 2 * 9.0)
         np.testing.assert_allclose(optax.tree.get(state, "global_norm"), norm, 1e-6)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
+def test_clips_of_novograd_are_those_of_keras(name):
+    """Each gradient by its own norm, or all by theirs; the first step is by its norm."""
+    grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])}
+    tx = gx.novograd(1.0, b1=0.0, b2=0.5, eps=0.0, **{name: 1.0})
+    _, state = tx.update(grads, tx.init(grads), grads)
+    norms = {"a": 5.0, "b": 12.0}
+    whole = norms if name == "clipnorm" else dict.fromkeys(norms, 13.0)
+    nu = optax.tree.get(state, "nu")
+    for leaf, norm in norms.items():
+        np.testing.assert_allclose(nu[leaf], (norm / whole[leaf]) ** 2, rtol=1e-6)
