@@ -180,7 +180,7 @@ def test_the_norm_before_an_optimizers_clip_is_in_its_state(name, rest, from_con
 @pytest.mark.every
 @pytest.mark.parametrize("name", ["clipnorm", "global_clipnorm"])
 def test_clips_of_novograd_are_those_of_keras(name):
-    """Each gradient by its own norm, or all by theirs; the first step is by its norm."""
+    """Each gradient by its own norm, or all by theirs, as the first state shows."""
     grads = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([12.0])}
     tx = gx.novograd(1.0, b1=0.0, b2=0.5, eps=0.0, **{name: 1.0})
     _, state = tx.update(grads, tx.init(grads), grads)
