@@ -424,6 +424,32 @@ def test_two_scans_over_one_stack(is_checkpointed):
 # What is kept.
 
 
+def test_a_checkpoint_keeps_its_policy():
+    """Beside the scan it computes again what the policy does not save."""
+
+    def loss_fn(p, x):
+        for _ in range(3):
+            x = jnp.sin(x @ p["emb"])
+        return error(p, encode(p, x))
+
+    tx, products = optax.sgd(0.1), {}
+    for name in ("nothing_saveable", "dots_saveable"):
+        policy = getattr(jax.checkpoint_policies, name)
+        saving = jax.checkpoint(loss_fn, policy=policy)
+        step = gx.minimize(saving, tx, layers=["encoder"])
+        text = step.lower(start(), tx.init(start()), X).as_text()
+        products[name] = text.count("stablehlo.dot_general")
+    assert products["nothing_saveable"] >= products["dots_saveable"] + 3
+
+
+@pytest.mark.figures
+def test_reads_of_whole_stacks_copy_none():
+    def loss_fn(p, x):
+        return large(p, x), norm(p)
+
+    assert kept_by(loss_fn, ("encoder", "decoder"), has_aux=True) <= 0.45
+
+
 def large(p, x):
     def layer(x, w):
         return x + jnp.tanh(x @ w), None
@@ -432,18 +458,19 @@ def large(p, x):
     return jnp.mean(jax.lax.scan(jax.checkpoint(layer), seen, p["decoder"])[0] ** 2)
 
 
+def kept_by(loss_fn, layers, **how):
+    """Temporaries of a step, in N."""
+    shape = jax.ShapeDtypeStruct((8, 256, 256), "float32")
+    params, tx = {"encoder": shape, "decoder": shape}, optax.adamw(0.1)
+    step = gx.minimize(loss_fn, tx, layers=layers, **how)
+    x = jax.ShapeDtypeStruct((2, 256), "float32")
+    lowered = step.lower(params, jax.eval_shape(tx.init, params), x)
+    memory = lowered.compile().memory_analysis()
+    return memory.temp_size_in_bytes / (2 * shape.size * 4)
+
+
 @pytest.mark.figures
 @pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint])
 def test_no_gradients_of_two_stacks_are_kept(around):
-    shape = jax.ShapeDtypeStruct((8, 256, 256), "float32")
-    params = {"encoder": shape, "decoder": shape}
-    x = jax.ShapeDtypeStruct((2, 256), "float32")
-    tx = optax.adamw(0.1)
-    kept = []
-    for layers in ((), ("encoder", "decoder")):
-        step = gx.minimize(around(large), tx, layers=layers)
-        lowered = step.lower(params, jax.eval_shape(tx.init, params), x)
-        memory = lowered.compile().memory_analysis()
-        kept.append(memory.temp_size_in_bytes / (2 * shape.size * 4))
-    assert kept[0] > 1
-    assert kept[1] <= 0.45
+    assert kept_by(around(large), ()) > 1
+    assert kept_by(around(large), ("encoder", "decoder")) <= 0.45
