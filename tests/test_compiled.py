@@ -93,6 +93,7 @@ def test_a_step_with_its_loss_inside_costs_what_its_row_says(row):
     check_row(row, step, size(params), row.figures[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("inner", "bound"),

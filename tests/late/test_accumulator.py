@@ -42,7 +42,7 @@ def step_of(num_required, reduction, late):
     return tx, jax.jit(functools.partial(gx.apply_gradients, tx))
 
 
-@hypothesis.settings(max_examples=120, deadline=None)
+@hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     num_required=st.integers(1, 4),
     reduction=st.sampled_from(["mean", "sum"]),

@@ -98,6 +98,7 @@ def test_muon(how):
     check(tx, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_muon_by_its_formula():
     """NumPy in float64, for the first step of each layer."""
     tx = optax.contrib.muon(
@@ -437,6 +438,7 @@ def muon_of_transformer():
     return optax.contrib.muon(0.02, muon_weight_dimension_numbers=numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.parametrize(
     ("tx", "bound"),

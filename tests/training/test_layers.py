@@ -268,6 +268,7 @@ def test_micro_batches_of_stacks_with_about_65536_entries(layers, width, around)
     check(loss_fn, tx, make, jnp.ones((2, width)), layers=("w",), steps=2)
 
 
+@pytest.mark.slow
 def test_micro_batches_with_weights_and_a_last_one():
     tx = gx.accumulate(optax.adamw(SCHEDULE), 3)
     steps = [gx.minimize(tied, tx, layers=names) for names in ((), ("blocks",))]
@@ -507,6 +508,7 @@ REDUCING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REDUCING)
 def test_two_passes(name):
     """A first pass finds out the norm, also of the leaves that are no layers."""
@@ -670,6 +672,7 @@ def test_a_model_of_a_framework(make, name):
 # Many devices.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize(
     "name", ["adamw", "adagrad", "low_bit_state", "clip_by_global_norm"]
@@ -709,6 +712,7 @@ def test_sharded_parameters(name, kind, in_context):
 
 
 # What is whole on each device cannot become a part of it in place.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("name", ["adamw", "low_bit_state"])
 def test_state_that_no_explicit_axis_knows(name):
@@ -753,6 +757,7 @@ def test_sharded_layers(in_context):
             step(params, optax.sgd(0.1).init(params))
 
 
+@pytest.mark.slow
 def test_in_shard_map():
     mesh = jax.make_mesh((3,), ("data",), axis_types=(AxisType.Auto,))
     tx = CLIPPED
@@ -816,6 +821,7 @@ def test_8_bits_in_shard_map(names, axis_type, layers):
     chex.assert_trees_all_close(*jax.device_get((got, wanted)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_clip_over_a_mesh_axis():
     """Each device has a part of each layer, so the norm is a sum over devices, too."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(AxisType.Auto,))
@@ -927,6 +933,7 @@ def test_a_stack_that_is_read_in_another_way(loss_fn, layers, message):
     jax.block_until_ready(params)  # Nothing is lost.
 
 
+@pytest.mark.slow
 def test_a_debugger_gets_the_ordinary_step():
     with jax.disable_jit():
         check(plain, optax.sgd(0.1))
@@ -1111,6 +1118,7 @@ def test_blocks_across_layers_are_refused(length):
         step.lower(make(), tx.init(make()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 def test_a_row_of_the_contract_at_each_threshold(row):
     """It is the ordinary step, or refused, as it is far from them."""
@@ -1214,6 +1222,7 @@ def compiled(tx, mesh, **how):
     return program.memory_analysis().temp_size_in_bytes / size(params)
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.parametrize(
     ("name", "bound"),
@@ -1233,6 +1242,7 @@ def test_no_gradients_of_all_layers_are_kept(name, bound):
     assert compiled(tx, devices("cpu"), **how) < bound
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 def test_norms_of_layers_for_a_log_cost_nothing():
     """And there is none for a whole stack: it says what to do."""

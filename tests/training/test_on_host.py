@@ -195,6 +195,7 @@ def test_parameters_there_behind_a_gate(layers):
     check(tx, layers=layers, params_too=True, local_step=0)
 
 
+@pytest.mark.slow
 def test_parameters_there_in_two_passes():
     tx = optax.chain(gx.clip_by_global_norm(0.1), optax.adam(1e-2))
     check(tx, layers=("blocks",), two_passes=True, params_too=True)

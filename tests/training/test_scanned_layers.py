@@ -189,6 +189,7 @@ def test_a_layer_that_is_read_in_parts():
     check(one, summed(optax.sgd(0.1)), model())
 
 
+@pytest.mark.slow
 def test_aux_and_frozen_leaves():
     def with_aux(params, x):
         return loss(params, x), {"mean": jnp.mean(x)}
@@ -230,6 +231,7 @@ def test_float64():
         check(loss, summed(), model(jnp.float64), X.astype(np.float64), {"rtol": 1e-12})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [{}, {"axis_name": "i"}], ids=["no name", "a name"])
 def test_vmap(names):
     """A model for each entry; a loss that reads the axis has to see its name."""

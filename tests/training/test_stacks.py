@@ -202,6 +202,7 @@ def test_two_passes(loss_fn, name):
     check_loss(loss_fn, tx, two_passes=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", [encoder_and_decoder, three])
 def test_master_weights(loss_fn):
     tx = gx.master_weights(optax.adamw(0.01))
@@ -336,6 +337,7 @@ def test_tables_beside_layers(tx, layers):
     check_loss(read_rows, tx, layers, tables=["emb"], has_aux=True)
 
 
+@pytest.mark.slow
 def test_tables_beside_layers_in_two_passes():
     tx = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
     check_loss(

@@ -129,6 +129,7 @@ def test_use_norm(use_norm, factor):
     assert state.global_norm.dtype == jnp.float32
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
 def test_derivatives_are_right(clip, max_norm):

@@ -123,6 +123,7 @@ def test_a_rate_of_zero_changes_nothing(multiplied):
     assert trained[1].count == 4
 
 
+@pytest.mark.slow
 def test_a_falling_rate_shrinks_weights_unless_linear_is_multiplied_by_it():
     def falling(count):
         return jnp.where(count < 20, 0.5, 0.01)

@@ -51,6 +51,7 @@ def trained(tx, params, dtype, steps=6):
     return params, state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_training_is_that_of_float32_to_the_bit(name, dtype):

@@ -196,6 +196,7 @@ def kind_of(name):
         return "refused"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_each_optimizer_of_optax_acts_on_the_rows_as_on_a_table(name):
     kind = kind_of(name)
@@ -301,6 +302,7 @@ def test_dense_gradients_are_those_of_the_inner_transformation(inner):
         _, state = got
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "complex64"])
 def test_tables_of_every_dtype(dtype):
     check_steps(optax.adam(0.1), dtype, rtol=2e-6 if dtype == "complex64" else 1e-2)
@@ -521,6 +523,7 @@ def test_an_update_for_one_height_alone():
         np.testing.assert_array_equal(updates["t"].densify(), wanted["t"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
 def test_a_row_of_the_contract_at_each_threshold(row):
     """A gradient of all rows gives the dense step, or is refused at any size."""

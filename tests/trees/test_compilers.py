@@ -236,6 +236,7 @@ print([x.tolist() for x in jax.tree.leaves((params, state))])
 """
 
 
+@pytest.mark.slow
 def test_modules_of_jax_that_are_not_public_may_be_empty():
     """The import and a step need JAX's public API alone."""
     printed = [
