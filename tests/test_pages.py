@@ -64,6 +64,7 @@ def paste(page):
 TYPED = pytest.mark.parametrize("page", ["README.md", "docs/start.md"])
 
 
+@pytest.mark.slow
 @pytest.mark.every
 @TYPED
 def test_a_page_can_be_pasted_into_a_prompt(page):

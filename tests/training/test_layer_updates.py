@@ -276,6 +276,7 @@ def soap():
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.slow
 def test_soap():
     def labels(params):
         return jax.tree.map(lambda p: "soap" if p.ndim > 2 else "sgd", params)
@@ -308,6 +309,7 @@ ALONG = {
 }
 
 
+@pytest.mark.slow
 def test_entries_of_each_layer():
     """One program has them all."""
     check(of_matrices(lambda x: sum(f(x) for f in ALONG.values())))
@@ -402,6 +404,7 @@ def worker(k, state):
     return {"worker": [0, 1, 1, 0, 0, 1][k], "local_step": state.global_step}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "extra"),
     [

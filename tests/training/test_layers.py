@@ -283,6 +283,7 @@ def test_micro_batches_with_weights_and_a_last_one():
     chex.assert_trees_all_close(*left, rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "gate",
     [gx.drop_stale, functools.partial(gx.conditional_accumulator, num_required=2)],
@@ -320,6 +321,7 @@ def test_an_extra_argument_has_other_shapes(shape):
     check(plain, tx, extra={"factors": factors})
 
 
+@pytest.mark.slow
 def test_aux_comes_last():
     def with_aux(params, ids, y):
         return tied(params, ids, y), {"n": ids.sum(), "x": params["emb"][ids]}
@@ -445,6 +447,7 @@ def test_a_stack_is_reshaped_more_than_once(shape, shapes, is_cast):
     check(loss_fn, optax.adamw(1e-2), make, x, layers=["w"], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 2])
 def test_few_layers_are_reshaped(number):
     """One layer could lie along any axis: it is the first one."""

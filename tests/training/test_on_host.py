@@ -117,6 +117,7 @@ def test_any_optimizer(name, layers):
     check(OPTIMIZERS[name], layers=layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [(), ("blocks",)])
 @pytest.mark.parametrize(
     "gate",
@@ -177,6 +178,7 @@ def test_parameters_there(name, layers):
     check(tx, layers=layers, params_too=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "layers", [pytest.param((), marks=pytest.mark.slow), ("blocks",)]
 )

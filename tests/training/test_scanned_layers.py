@@ -310,6 +310,7 @@ def weighted(transform, params, batches, weights):
     return use
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_weights_are_in_the_sum(reduction):
     params = model()
@@ -344,6 +345,7 @@ def in_float16(h, w):
     return layer(h.astype(jnp.float16), w)[0].astype(jnp.float32), None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("body", [clipping, in_float16])
 def test_a_weight_does_not_enter_the_backward_pass(body):
     """A rule clips its gradients, or float16 would overflow."""

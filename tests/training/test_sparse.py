@@ -156,6 +156,7 @@ def compiled(chain):
 dense = jax.jit(densified)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 @hypothesis.given(data=st.data())
 @hypothesis.settings(max_examples=12, deadline=None)

@@ -150,6 +150,7 @@ def test_several_scans(loss_fn):
     check_loss(loss_fn, optax.adamw(0.01))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss_fn", LAYERS, ids=lambda f: f.__name__)
 def test_each_scan_by_itself(loss_fn):
     """The other scan is a dense part."""
@@ -290,6 +291,7 @@ def test_a_frozen_base(layers):
     check_loss(adapted, optax.adamw(0.01), layers, with_base, trainable=BASE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", ["encoder", "decoder"])
 def test_a_frozen_stack_of_two(frozen):
     trainable = {name: name != frozen for name in start()}

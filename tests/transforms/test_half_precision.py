@@ -241,6 +241,7 @@ def test_float16_is_rounded_as_by_numpy_where_it_has_fewer_bits():
     np.testing.assert_array_equal(np.asarray(updates)[~tie], expected[~tie])
 
 
+@pytest.mark.slow
 def test_small_steps_of_small_numbers_in_float16_are_not_lost():
     start, step = jnp.full(4096, 3e-6, jnp.float16), optax.sgd(-1e-8)
 

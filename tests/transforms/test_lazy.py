@@ -344,6 +344,7 @@ def test_wrappers_may_be_inside(name):
     check_steps(INSIDE[name])
 
 
+@pytest.mark.slow
 def test_a_gate_may_be_inside():
     check_steps(gx.drop_stale(optax.adam(0.1), 0), local_step=1)
 
