@@ -49,11 +49,11 @@ def result(
 ) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """A function that computes one result of a jaxpr, and those of ``args`` it takes.
 
-    It has only the equations that this result needs.
+    It has only the equations that this result needs, and no others' effects.
     """
     jaxpr = closed.jaxpr
     wanted = jaxpr.outvars[number]
-    eqns = needed(jaxpr.eqns, [wanted])
+    eqns = needed(jaxpr.eqns, [wanted], effects=False)
     known = {*filter(is_variable, [wanted]), *variables_read(eqns)}
     given = [*among(jaxpr.invars, known)]
 
@@ -131,13 +131,13 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
 
 
 def needed(
-    eqns: Sequence[JaxprEqn], results: Sequence[Var | Literal]
+    eqns: Sequence[JaxprEqn], results: Sequence[Var | Literal], *, effects: bool = True
 ) -> list[JaxprEqn]:
-    """The equations that have an effect, or that these results need."""
+    """The equations that these results need; with ``effects`` also those with one."""
     kept: list[JaxprEqn] = []
     read = set(filter(is_variable, results))
     for eqn in reversed(eqns):
-        if eqn.effects or not read.isdisjoint(eqn.outvars):
+        if (effects and eqn.effects) or not read.isdisjoint(eqn.outvars):
             kept.append(eqn)
             read.update(filter(is_variable, eqn.invars))
     return kept[::-1]
@@ -195,7 +195,7 @@ class Part(NamedTuple):
         return cls(eqns, reads, [x for x in computed if x in others])
 
     def results(self, values: Sequence[Any]) -> list[jax.Array]:
-        """The values of what it makes, from those of what it reads."""
+        """The values of ``makes``, from those of ``reads``."""
         env = dict(zip(self.reads, values, strict=True))
         advance(self.eqns, env)
         return read(env, self.makes)

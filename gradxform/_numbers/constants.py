@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +50,7 @@ def full_like(
             return jnp.full(p.shape[:axes], value, dtype, out_sharding=placed)
         # Minus 0, as plus 0 would turn a -0.0 into a 0.0.
         return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
-    sharding: Any = None
+    sharding: jax.sharding.Sharding | None = None
     if isinstance(p.sharding, NamedSharding):
         sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
     if host.is_on_host(p):

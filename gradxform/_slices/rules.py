@@ -119,7 +119,7 @@ def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | Non
 
 
 def _scattered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    """The same of what is written."""
+    """The array, the indices and what is written have the same slices."""
     del number
     whole, _, part = map(shape_of, eqn.invars)
     for axis, axes in enumerate(_axes(eqn, eqn.invars[2])):

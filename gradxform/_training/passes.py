@@ -205,29 +205,22 @@ def forward(
     }
     values: Values = dict(zip(jaxpr.constvars, loss.closed.consts, strict=True))
     values |= {x: leaves[n] for n, x in loss.leaves.items()}
-    stacks = [{n: loss.leaves[n] for n in scan.axes} for scan in loss.scans]
-    learning = {n: x for n, x in loss.leaves.items() if n not in frozen}
-    dense = {n: x for n, x in learning.items() if not any(n in x for x in stacks)}
+    stacks = {loss.leaves[n] for n in axes}
+    others = {n: x for n, x in loss.leaves.items() if n not in axes}
+    dense = {n: x for n, x in others.items() if n not in frozen}
     active = set(dense.values())
     passes = [
-        _dense(part, values, active, {x for found in stacks for x in found.values()})
+        _dense(part, values, active, stacks)
         if isinstance(part, Part)
         else _scanned(part, values, active, loss.leaves, frozen)
         for part in loss.parts
     ]
     results = jaxprs.read(values, jaxpr.outvars)
-    of_loss = {jaxpr.outvars[0]: jax.grad(lambda x: x)(results[0])}
-    backward = BackwardPass(
-        passes,
-        {x: g for x, g in of_loss.items() if x in active},
-        dense,
-        [jnp.arange(scan.length) for scan in loss.scans],
-    )
-    return (
-        results,
-        [{n: values[x] for n, x in found.items()} for found in stacks],
-        backward,
-    )
+    one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
+    of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
+    each = [jnp.arange(scan.length) for scan in loss.scans]
+    same = [{n: values[loss.leaves[n]] for n in scan.axes} for scan in loss.scans]
+    return results, same, BackwardPass(passes, of_loss, dense, each)
 
 
 def _dense(part: Part, values: Values, active: set[Var], stacks: set[Var]) -> DensePass:

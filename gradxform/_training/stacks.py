@@ -180,7 +180,7 @@ def find_scans(
     Raises:
       ValueError: a stack is read in another way than by one scan.
     """
-    closed = opened(closed, [k for k, n in enumerate(numbers) if n in paths])
+    closed = _opened(closed, [k for k, n in enumerate(numbers) if n in paths])
     jaxpr = closed.jaxpr
     eqns = jaxprs.needed(jaxpr.eqns, jaxpr.outvars)
     leaves = dict(zip(numbers, jaxpr.invars, strict=True))
@@ -266,7 +266,7 @@ def _goes_over(eqn: JaxprEqn, operand: int) -> bool:
     return is_scan and operand >= sum(versions.scan_lengths(eqn))
 
 
-def opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
+def _opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     """The same, without ``jit`` and without a ``jax.checkpoint`` that reads a stack.
 
     ``stacks`` are the positions of its inputs that are stacks. What is beside the scans
@@ -291,7 +291,7 @@ def opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     flat = jax.make_jaxpr(
         lambda *x: jaxprs.run(closed.jaxpr, [*closed.consts, *x], rule)
     )(*closed.in_avals)
-    return opened(flat, stacks)
+    return _opened(flat, stacks)
 
 
 def _outside(
@@ -299,7 +299,7 @@ def _outside(
 ) -> list[Any]:
     """The results of a checkpoint, with what reads stacks outside of checkpoints."""
     inside, types = checkpoint.params["jaxpr"], [x.aval for x in checkpoint.invars]
-    closed = opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
+    closed = _opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
     jaxpr, of_stacks = closed.jaxpr, _made_of(closed.jaxpr, stacks)
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)

@@ -260,7 +260,7 @@ def test_state_on_the_host(loss_fn, kind):
 
 
 def adapted(p, x):
-    """A frozen base, of which each layer gets a part that learns."""
+    """The base is frozen, and each of its layers has two small matrices that learn."""
     half = jax.tree.map(lambda w: w.astype(jnp.bfloat16), p["base"])
 
     def layer(x, each):
@@ -392,6 +392,15 @@ def test_a_scan_without_a_derivative(names):
         return error(p, decode(p, jnp.cos(x), seen))
 
     check_loss(loss_fn, optax.adamw(0.01, weight_decay=0.1), names)
+
+
+def test_a_constant_loss_beside_an_aux():
+    """The number of the loss is no variable of its program."""
+
+    def loss_fn(p, x):
+        return 2.0, encode(p, x)
+
+    check_loss(loss_fn, optax.adamw(0.01), ["encoder"], has_aux=True)
 
 
 def test_a_read_with_a_derivative():

@@ -514,3 +514,19 @@ def test_the_first_step_of_a_late_layer_is_as_long_as_without_8_bits():
         states = [state for _, state in results]
     wanted, got = (updates["late"] for updates, _ in results)
     np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+def test_a_callback_of_init_runs_once():
+    """Arrays are made one after another, and none of them makes the others' effects."""
+    calls, adam = [], optax.adam(0.1)
+
+    def init(params):
+        jax.debug.callback(lambda: calls.append(1))
+        return adam.init(params)
+
+    inner = optax.GradientTransformation(init, adam.update)
+    tx = gx.low_bit_state(inner, min_size=8)
+    params = {"v": jnp.ones((3, 64, 64)), "w": jnp.ones((4, 64, 64))}
+    jax.block_until_ready(jax.jit(tx.init)(params))
+    jax.effects_barrier()
+    assert calls == [1]
