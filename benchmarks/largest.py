@@ -67,11 +67,9 @@ class Machine(NamedTuple):
     host: float
 
 
-# Host memory of Google Cloud's machines: `ct5lp-hightpu-1t` has 48 GB, and with four
-# chips 192 GB (https://github.com/Cyclenerd/google-cloud-pricing-cost-calculator,
-# issue 89, which lists https://cloud.google.com/kubernetes-engine/docs/concepts/tpus).
-# A user saw 172 GB on `ct6e-standard-1t`, which is sold with 176 GB. The 234 GB of
-# `a3-highgpu-1g` are not confirmed by a page that was read.
+# Host memory of Google Cloud's machines `ct5lp-hightpu-1t`, `ct5lp-hightpu-4t`,
+# `ct6e-standard-1t` and `a3-highgpu-1g`, as `tools/machinetypes.csv` lists them in
+# https://github.com/Cyclenerd/google-cloud-pricing-cost-calculator.
 MACHINES = {
     "v5e": Machine("TPU v5e, 16 GB", "v5e:2x2", 15.75, 197e12, 48e9 / 2**30),
     "v5e-4": Machine(
@@ -194,20 +192,25 @@ def row(name, training, machine):
     """The line of the table for a training on a machine."""
     devices, host = mesh(machine.target), HOST_SHARE * machine.host
 
+    def filled(layers):
+        """The larger share of a memory that arrays alone take."""
+        parts = [[], []]
+        for x in jax.tree.leaves(shapes(training, layers, devices)):
+            parts[x.sharding.memory_kind == "pinned_host"].append(x)
+        on_chip, on_host = (size(part) / 2**30 for part in parts)
+        return max(on_chip / machine.memory, on_host / host)
+
     @functools.cache
     def found(layers):
         return needed(lower(training, layers, devices), machine.memory)
 
     def need(layers):
+        if (share := filled(layers)) > 1:  # No compiler is needed to see this.
+            return share
         on_chip, on_host = found(layers)
         return max(on_chip / machine.memory, (on_host or 0) / host)
 
-    # So many layers fill one of the memories without temporaries.
-    parts = [[], []]
-    for x in jax.tree.leaves(shapes(training, 8, devices)):
-        parts[x.sharding.memory_kind == "pinned_host"].append(x)
-    on_chip, on_host = (size(part) / 2**30 for part in parts)
-    first = math.floor(8 / max(on_chip / machine.memory, on_host / host))
+    first = math.floor(8 / filled(8))
     layers = largest(need, 1, first)
     on_chip, on_host = found(layers)
     model = jax.tree.leaves(transformer(layers, **MODEL))
