@@ -243,7 +243,7 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
         gate or of ``optax.partition``.
 
     Returns:
-      The parameters; those in half precision in float32.
+      The parameters; those in half precision in float32, in the memory where they lie.
 
     Raises:
       TypeError: the state has none of :func:`master_weights`, or is not that of these
@@ -268,8 +268,13 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
         )
     for _, own in found:
         _check(params, own.residual, masked=True)
-        params = maps.map_leaves(lambda r, p: _held(None, p, r), own.residual, params)
+        params = maps.map_leaves(_master, own.residual, params)
     return params
+
+
+def _master(r: Leaf, p: Leaf) -> Leaf:
+    """The float32 of a parameter, in the memory where it lies."""
+    return host.to_memory_of(_held(None, *host.to_device((p, r))), p)
 
 
 def _widened(p: Param) -> Param:

@@ -245,6 +245,19 @@ def test_a_checkpoint_of_parameters_there(tmp_path):
     chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, trained)))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_master_weights_of_parameters_there(wrap):
+    """For export: each in the memory of its parameter."""
+    tx = gx.master_weights(optax.sgd(0.1))
+    params = start("bfloat16")
+    params, state, _ = gx.minimize(loss_fn, tx)(params, tx.init(params), batch(0))
+    wanted = gx.get_master_weights(params, state)
+    for there in (params, on_host(params)):
+        got = wrap(gx.get_master_weights)(there, on_host(state))
+        assert kinds(got) == kinds(there)
+        chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
+
+
 # How much memory it takes, in N, the bytes of the parameters.
 
 
