@@ -23,7 +23,8 @@ compiles the step with options of XLA.
 - sequence GiB: what each further sequence of a batch keeps, the inputs of all layers.
 
 ``--json FILE`` adds the trainings that a file of this machine lacks, each when it is
-known. ``--draw OUT FILE`` draws such a file: ``OUT-light.svg`` and ``OUT-dark.svg``.
+known. ``--draw OUT FILE ...`` draws such files, of one chip on several hosts:
+``OUT-light.svg`` and ``OUT-dark.svg``.
 """
 
 import functools
@@ -71,12 +72,22 @@ class Machine(NamedTuple):
 # `ct6e-standard-1t` and `a3-highgpu-1g`, as `tools/machinetypes.csv` lists them in
 # https://github.com/Cyclenerd/google-cloud-pricing-cost-calculator.
 MACHINES = {
-    "v5e": Machine("TPU v5e, 16 GB", "v5e:2x2", 15.75, 197e12, 48e9 / 2**30),
-    "v5e-4": Machine(
-        "TPU v5e, 16 GB, on a host of four", "v5e:2x2", 15.75, 197e12, 192e9 / 2**30
+    "v5e": Machine(
+        "TPU v5e with 16 GB, host with 48 GB", "v5e:2x2", 15.75, 197e12, 48e9 / 2**30
     ),
-    "v6e": Machine("TPU v6e, 32 GB", "v6e:2x2", 31.25, 918e12, 176e9 / 2**30),
-    "h100": Machine("NVIDIA H100, 80 GB", "h100", 80e9 / 2**30, 989e12, 234e9 / 2**30),
+    "v5e-4": Machine(
+        "TPU v5e with 16 GB, host with 192 GB", "v5e:2x2", 15.75, 197e12, 192e9 / 2**30
+    ),
+    "v6e": Machine(
+        "TPU v6e with 32 GB, host with 176 GB", "v6e:2x2", 31.25, 918e12, 176e9 / 2**30
+    ),
+    "h100": Machine(
+        "NVIDIA H100 with 80 GB, host with 234 GB",
+        "h100",
+        80e9 / 2**30,
+        989e12,
+        234e9 / 2**30,
+    ),
 }
 HOST_SHARE = 0.9  # The rest is for the system.
 
@@ -232,29 +243,37 @@ def row(name, training, machine):
     }
 
 
-def draw(results, theme):
-    """The figure: a bar for each training, its name above it."""
+def draw(files, theme):
+    """The figure: a training's name, and a bar for each machine if they differ."""
     from matplotlib.figure import Figure
 
-    figure = Figure((WIDTH, 4.4), layout="constrained")
+    machines = [results["title"].split(", ")[-1] for results in files]
+    known = [{line["name"]: line for line in results["rows"]} for results in files]
+    figure = Figure((WIDTH, 5.6), layout="constrained")
     ax = figure.subplots()
     place, before = 0.0, None
-    for line in results["rows"]:
-        dtype, name = line["dtype"], line["name"]
+    for name, first in known[0].items():
+        dtype = first["dtype"]
         if dtype != before:
             place += 0.5
-            ax.annotate(
-                f"parameters in {dtype}", (0, place), weight="bold", va="center"
-            )
+            at = (0, place)
+            ax.annotate(f"parameters in {dtype}", at, weight="bold", va="center")
             place += 0.8
         colour = theme["gx"] if "optax" not in name else theme["keras"]
         ax.annotate(name, (0, place), va="center")
-        ax.barh(place + 0.6, line["parameters"], color=colour, height=0.5)
-        at = line["parameters"], place + 0.6
-        ax.annotate(f" {line['parameters']:.1f} billion", at, va="center")
-        place, before = place + 1.4, dtype
-    ax.set_title(f"The largest model that fits: {results['title']}", fontsize=11)
-    ax.set_xlim(0, 1.25 * max(line["parameters"] for line in results["rows"]))
+        sizes = [rows[name]["parameters"] for rows in known]
+        differ = len(set(sizes)) > 1
+        bars = list(zip(sizes, machines, strict=True))
+        for billions, machine in bars if differ else bars[:1]:
+            place += 0.6
+            ax.barh(place, billions, color=colour, height=0.5)
+            said = f" {billions:.1f} billion" + (f", {machine}" if differ else "")
+            ax.annotate(said, (billions, place), va="center")
+        place, before = place + 0.8, dtype
+    chip = files[0]["title"].split(", ")[0]
+    ax.set_title(f"The largest model that one chip trains: {chip}", fontsize=11)
+    largest = max(line["parameters"] for rows in known for line in rows.values())
+    ax.set_xlim(0, 1.6 * largest)
     ax.set_ylim(place - 0.3, 0)
     ax.grid(visible=False)
     ax.set_axis_off()
@@ -337,12 +356,12 @@ def main():
         "--compiler-options", nargs="+", default=[], metavar="KEY=VALUE"
     )
     parser.add_argument("--only", nargs="+", default=TRAININGS, choices=TRAININGS)
-    parser.add_argument("--draw", nargs=2, type=pathlib.Path, metavar=("OUT", "FILE"))
+    parser.add_argument("--draw", nargs="+", type=pathlib.Path, metavar="OUT FILE ...")
     options = parser.parse_args()
     if options.draw:
-        out, file = options.draw
-        results = json.loads(file.read_text())
-        save(lambda theme: draw(results, theme), out, 9)
+        out, *paths = options.draw
+        files = [json.loads(path.read_text()) for path in paths]
+        save(lambda theme: draw(files, theme), out, 9)
         return
     jax.config.update("jax_numpy_dtype_promotion", "standard")
     if options.run:
