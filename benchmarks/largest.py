@@ -30,6 +30,7 @@ known. ``--draw OUT FILE ...`` draws such files, of one chip on several hosts:
 import functools
 import json
 import math
+import os
 import pathlib
 import re
 import statistics
@@ -46,6 +47,7 @@ from benchmarks.compilers import mesh, placed
 from benchmarks.measure import arguments, report
 from benchmarks.models import next_tokens, size, transformer
 from benchmarks.plot import WIDTH, save
+from gradxform._jax.compilers import SMALL_TILES
 
 LENGTH, MODEL = 1024, {"width": 2048, "vocabulary": 8192}
 
@@ -127,6 +129,9 @@ TRAININGS = {
     ),
     "master weights, layers, all of it on the host": Training(
         MASTER, "bfloat16", LAYERS, on_host=True, params_too=True
+    ),
+    "8 bits of state, layers, all of it on the host": Training(
+        SEVEN_BYTES, "bfloat16", LAYERS, on_host=True, params_too=True
     ),
 }
 
@@ -364,6 +369,9 @@ def main():
         save(lambda theme: draw(files, theme), out, 9)
         return
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+    # Then a TPU takes layers of arrays of 8 bits from the host.
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ["LIBTPU_INIT_ARGS"] = f"{given} {SMALL_TILES}"
     if options.run:
         given = dict(pair.split("=", 1) for pair in options.compiler_options)
         measured = run(

@@ -8,6 +8,7 @@ here changes an array that lies on the device.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -48,6 +49,12 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` sets another limit. Its allocator takes more
     than arrays need: with 125 GB, 56 GiB were fine, and 83 GiB ended the process.
 
+    Layers of an array of 8 bits come alone on CPU and GPU. On TPU they do if the
+    environment variable ``LIBTPU_INIT_ARGS`` has
+    ``--xla_tpu_impure_enable_large_2nd_minor_entry_layout=false`` before JAX starts:
+    with 7 bytes a parameter, and all on the host, a step on v5e keeps 0.2 N of the
+    chip. Without it the array comes whole: 1.6 N.
+
     Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
     after the first step, and compiles the second one again. On a mesh of automatic axes
     give this ``jax.jit`` its ``out_shardings``. Otherwise zeros of optax are on one
@@ -67,9 +74,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
       tree: arrays, such as ``params`` or ``tx.init(params)``, also under ``jax.jit``;
         or ``jax.ShapeDtypeStruct`` with shardings, for a checkpoint.
       min_size: how many entries an array must have to be moved, ≥ 1. The entries on all
-        devices count. Smaller arrays stay. So do arrays of 8 bits, because the compiler
-        for TPU takes no layer of them from the host, and typed keys of ``jax.random``,
-        because JAX gives no new key there. An array in that memory is not copied.
+        devices count. Smaller arrays stay. So do typed keys of ``jax.random``, because
+        JAX gives no new key there. An array in that memory is not copied.
 
     Returns:
       The same tree. Shapes, dtypes and shardings stay, but for the kind of memory.
@@ -104,7 +110,7 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         nonlocal last
         dtype = dtypes.dtype_of(x)
         is_key = jnp.issubdtype(dtype, jax.dtypes.extended)
-        if np.size(x) < min_size or dtype.itemsize == 1 or is_key or is_on_host(x):
+        if np.size(x) < min_size or is_key or is_on_host(x):
             return x
         if isinstance(x, jax.ShapeDtypeStruct):
             if x.sharding is None:
@@ -137,6 +143,7 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
         return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
 
     is_divided = can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]
+    is_divided &= compilers.slices_bytes() or x.dtype.itemsize > 1
     chosen = compilers.on_cpu(whole, by_layer) if is_divided else whole
     return chosen(x, *jax.tree.leaves(last))
 
@@ -155,6 +162,32 @@ def to_device(tree: PyTree[T]) -> PyTree[T]:
         return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
     return maps.map_leaves(bring, tree)
+
+
+def with_bytes(
+    step: Callable[..., tuple[Any, optax.Params, optax.OptState]],
+    learning: optax.Params,
+    params: optax.Params,
+    state: optax.OptState,
+) -> tuple[Any, optax.Params, optax.OptState]:
+    """``step(learning, params, state)``, whose arrays of 8 bits may be on the host.
+
+    For TPU they come whole in front of it, unless its compiler can take layers of them.
+    """
+    given = learning, params, state
+
+    def are_bytes(x: Any) -> bool:  # Any leaf.
+        return is_on_host(x) and dtypes.dtype_of(x).itemsize == 1
+
+    def whole(*given: PyTree[Any]) -> tuple[Any, optax.Params, optax.OptState]:
+        brought = maps.map_leaves(lambda x: to_device(x) if are_bytes(x) else x, given)
+        result, *new = step(*brought)
+        params, state = to_memory_of(tuple(new), given[1:])
+        return result, params, state
+
+    if compilers.slices_bytes() or not any(map(are_bytes, jax.tree.leaves(given))):
+        return step(*given)
+    return compilers.on_tpu(whole, step)(*given)
 
 
 def to_device_after(
@@ -191,15 +224,15 @@ def to_memory_of(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
 
 
 def can_slice(x: jax.Array, axis: int) -> bool:
-    """Whether the compiler for TPU can take layers along ``axis`` from the host.
+    """Whether a compiler can take layers along ``axis`` from the host.
 
-    It fails on layers that are no matrices. It copies the whole array twice if its
-    numbers have 8 bits, or 16 bits and layers along one of the last two axes.
+    That for TPU fails on layers that are no matrices. It copies the whole array twice
+    if its numbers have 8 or 16 bits, and layers are along one of the last two axes.
     """
     layer = (*x.shape[:axis], *x.shape[axis + 1 :])
     bits = 8 * x.dtype.itemsize
     is_matrix = sum(n >= 8 for n in layer) > 1
-    return is_matrix and bits > 8 and (bits > 16 or axis < x.ndim - 2)
+    return is_matrix and (bits > 16 or axis < x.ndim - 2)
 
 
 def read_layer(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:

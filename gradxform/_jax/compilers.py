@@ -13,6 +13,7 @@ that is chosen (``conditional``).
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -181,6 +182,20 @@ def zeros_unless(pred: jax.Array, x: jax.Array) -> jax.Array:
     if versions.unreduced_axes(jax.typeof(x)):  # `jnp.where` does not take it.
         return jax.lax.select(pred, x, jnp.zeros_like(x))
     return jnp.where(pred, x, barrier_on_gpu(jnp.zeros((), x.dtype)))
+
+
+# In LIBTPU_INIT_ARGS: an array of 8 bits has tiles of 8 rows in memory, not of 32.
+SMALL_TILES = "--xla_tpu_impure_enable_large_2nd_minor_entry_layout=false"
+
+
+def slices_bytes() -> bool:
+    """Whether programs for TPU take layers of arrays of 8 bits from the host's memory.
+
+    A loop reads them in tiles of 8 rows. From tiles of 32 rows it would copy the whole
+    array for each layer: 512 MiB of the chip instead of 32 MiB for 16 layers of 16 MiB.
+    libtpu reads the flag when it is loaded.
+    """
+    return SMALL_TILES in os.environ.get("LIBTPU_INIT_ARGS", "").split()
 
 
 def _pinned(x: jax.Array) -> jax.Array:

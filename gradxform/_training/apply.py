@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, cast
 
@@ -252,17 +253,16 @@ def training_step(
             return loss_fn(merged, *batch)
 
         if stacked and not versions.jit_is_disabled():  # It unrolls each scan.
-            result, params, state = layered.step(
+            by_layer = functools.partial(
+                layered.step,
                 lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
                 tx,
                 stacked,
                 tables,
-                learning,
-                params,
-                state,
                 lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
                 two_passes=two_passes,
             )
+            result, params, state = host.with_bytes(by_layer, learning, params, state)
             return params, state, *result
         given, params = params, host.to_device(params)
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)

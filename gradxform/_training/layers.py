@@ -55,10 +55,10 @@ def step(
     tx: optax.GradientTransformation,
     paths: Collection[Path],
     tables: Tables,
+    extra_of: Callable[[jax.Array], dict[str, object]],
     learning: optax.Params,
     params: optax.Params,
     state: optax.OptState,
-    extra_of: Callable[[jax.Array], dict[str, object]],
     *,
     two_passes: bool,
 ) -> tuple[Any, optax.Params, optax.OptState]:

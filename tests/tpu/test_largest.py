@@ -1,11 +1,17 @@
 """How many parameters one chip of 16 GB holds, as its compiler says."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
 from benchmarks import largest
 from benchmarks.compilers import mesh
+from gradxform._jax.compilers import SMALL_TILES
 
 
 @pytest.mark.slow
@@ -39,3 +45,44 @@ def test_the_chip_holds_two_layers_of_a_model_on_the_host(name, layers, most):
     chip, training = mesh("v5e:2x2"), largest.TRAININGS[name]
     on_chip, _ = largest.needed(largest.lower(training, layers, chip), 15.75)
     assert on_chip <= most
+
+
+# Temporaries of a step with 7 bytes a parameter, and of making its state, in N.
+LAYERS_OF_8_BITS = """
+import json
+import jax
+import gradxform as gx
+from benchmarks.compilers import mesh, placed
+from tests.training.test_on_host import ROOM, model, size
+
+jax.config.update("jax_numpy_dtype_promotion", "standard")
+chip, (tx, dtype) = mesh("v5e:2x2"), ROOM["seven bytes"]
+loss_fn, *given = model(dtype, width=512)
+params, x = placed(given, chip)
+params, state = gx.on_host((params, placed(jax.eval_shape(tx.init, params), chip)))
+there = jax.tree.map(lambda x: x.sharding, state)
+step = gx.minimize(loss_fn, tx, layers=["layers"]).lower(params, state, x)
+make = jax.jit(
+    lambda p: gx.on_host(tx.init(p)), out_shardings=there, keep_unused=True
+).lower(params)
+needed = [x.compile().memory_analysis().temp_size_in_bytes for x in (step, make)]
+print(json.dumps([n / size(params) for n in needed]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("flags", "least", "most"),
+    [(SMALL_TILES, (0, 0), (0.3, 0.1)), ("", (1, 0.5), (1.8, 0.9))],
+)
+def test_the_chip_holds_two_layers_of_8_bits(flags, least, most):
+    """libtpu reads its flags once. Without this one 8-bit arrays come whole."""
+    found = subprocess.run(
+        [sys.executable, "-c", LAYERS_OF_8_BITS],
+        env=os.environ | {"LIBTPU_INIT_ARGS": flags},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    got = json.loads(found.stdout.splitlines()[-1])
+    assert all(a <= n <= b for a, n, b in zip(least, got, most, strict=True)), got
