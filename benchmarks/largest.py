@@ -109,7 +109,9 @@ LAYERS = ("layers",)
 CLIP = gx.clip_by_global_norm(1.0)
 ADAMW = optax.adamw(1e-3)
 MASTER = gx.master_weights(ADAMW)
-SEVEN_BYTES = gx.master_weights(gx.low_bit_state(ADAMW), residual_dtype="int8")
+# With more than 512 layers, a block of their vectors would go over layers.
+EIGHT_BITS = gx.low_bit_state(ADAMW, keep=lambda path: "norm" in path)
+SEVEN_BYTES = gx.master_weights(EIGHT_BITS, residual_dtype="int8")
 TRAININGS = {
     "optax.adamw": Training(ADAMW),
     "layers": Training(ADAMW, layers=LAYERS),

@@ -306,7 +306,6 @@ ROOM = {
     "name", [pytest.param(x, marks=[pytest.mark.slow] * (x[0] == "8")) for x in ROOM]
 )
 def test_a_step_needs_two_layers_of_room(name):
-    """All codes of 8 bits would need 0.25 to 0.5 N more, those of seven bytes 1.5 N."""
     tx, dtype = ROOM[name]
     loss_fn, params, x = model(dtype)
     place = jax.tree.leaves(params)[0].sharding
