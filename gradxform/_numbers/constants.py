@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._devices import host
-from gradxform._jax import versions
+from gradxform._jax import compilers, versions
 from gradxform._trees import dtypes
 from gradxform._trees.boxes import unboxed
 from gradxform._trees.maps import map_params, param
@@ -41,21 +41,46 @@ def full_like(
     computed from ``p`` where ``p`` is. It does not read a ``p`` on the host.
     """
     if isinstance(p, jax.core.Tracer):
-        if axes == 0:
-            return jnp.full((), value, dtype)
-        if host.is_on_host(p):
-            there = jax.typeof(p).sharding
-            there = there.update(spec=P(*there.spec[:axes]))
-            placed = there if there.mesh.explicit_axes else None
-            return jnp.full(p.shape[:axes], value, dtype, out_sharding=placed)
-        # Minus 0, as plus 0 would turn a -0.0 into a 0.0.
-        return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
+        return _traced_full_like(p, value, dtype, axes)
     sharding: jax.sharding.Sharding | None = None
     if isinstance(p.sharding, NamedSharding):
         sharding = p.sharding.update(spec=P(*p.sharding.spec[:axes]))
     if host.is_on_host(p):
         sharding = (sharding or p.sharding).with_memory_kind("device")
     return jnp.full_like(p, value, dtype=dtype, shape=p.shape[:axes], device=sharding)
+
+
+def _traced_full_like(
+    p: jax.Array,
+    value: jax.typing.ArrayLike,
+    dtype: jax.typing.DTypeLike | None,
+    axes: int | None,
+) -> jax.Array:
+    """:func:`full_like` under ``jit``.
+
+    A constant can be made in a loop that moves its layers to the host. An array that is
+    computed from ``p`` is made whole in front of it: 1.04 N of master weights on v5e.
+    """
+    if axes == 0:
+        return jnp.full((), value, dtype)
+    there = jax.typeof(p).sharding
+    axis_types = there.mesh.axis_types if there.mesh.size > 1 else ()
+    there = there.update(spec=P(*there.spec[:axes]))
+    placed = there if there.mesh.explicit_axes else None
+
+    def constant(p: jax.Array) -> jax.Array:
+        return jnp.full(p.shape[:axes], value, dtype, out_sharding=placed)
+
+    def computed(p: jax.Array) -> jax.Array:
+        # Minus 0, as plus 0 would turn a -0.0 into a 0.0.
+        return jnp.asarray(value, dtype) - _false(p, axes).astype(dtype)
+
+    if host.is_on_host(p):
+        return constant(p)
+    if any(kind != AxisType.Explicit for kind in axis_types):
+        return computed(p)
+    # `jit` keeps the argument, which says on which devices the result is.
+    return compilers.on_cpu(computed, constant)(p)
 
 
 def full(
