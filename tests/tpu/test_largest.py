@@ -5,12 +5,17 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+import gradxform as gx
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
 from benchmarks import largest
-from benchmarks.compilers import mesh
+from benchmarks.compilers import mesh, placed
+from benchmarks.models import size, transformer
 from gradxform._jax.compilers import SMALL_TILES
 
 
@@ -86,3 +91,28 @@ def test_the_chip_holds_two_layers_of_8_bits(flags, least, most):
     )
     got = json.loads(found.stdout.splitlines()[-1])
     assert all(a <= n <= b for a, n, b in zip(least, got, most, strict=True)), got
+
+
+MADE = {
+    "adamw": (largest.ADAMW, "float32"),
+    "adagrad": (gx.adagrad(1e-3), "float32"),
+    "8 bits": (gx.low_bit_state(largest.ADAMW), "float32"),
+    "8 bits of ours": (gx.low_bit_state(gx.adagrad(1e-3)), "float32"),
+    "master weights": (largest.MASTER, "bfloat16"),
+    "seven bytes": (largest.SEVEN_BYTES, "bfloat16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("params_too", [False, True])
+@pytest.mark.parametrize("name", MADE)
+def test_a_new_state_needs_a_layer_of_room(name, params_too):
+    tx, dtype = MADE[name]
+    model = transformer(16, **largest.MODEL, dtype=jnp.dtype(dtype))
+    params = placed(model, mesh("v5e:2x2"))
+    params = gx.on_host(params) if params_too else params
+    make = jax.jit(lambda p: gx.on_host(tx.init(p)), keep_unused=True).lower(params)
+    found = make.compile().memory_analysis()
+    room = found.temp_size_in_bytes + found.host_temp_size_in_bytes
+    assert room <= 0.15 * size(params)
