@@ -1,5 +1,6 @@
 """State and parameters on the host: the same numbers, and a layer on the device."""
 
+import contextlib
 import functools
 
 import chex
@@ -610,6 +611,64 @@ def test_sharded(kind, layers, params_too, bits, in_context):
         tx = gx.adagrad(0.1)
         tx = gx.low_bit_state(tx, min_size=512, block_size=8) if bits == 8 else tx
         check(tx, make, jitted, **how)
+
+
+MADE = {
+    "adamw": (optax.adamw(1e-2), "float32"),
+    "adagrad": (gx.adagrad(0.1), "float32"),
+    "low_bit_state": (OPTIMIZERS["low_bit_state"], "float32"),
+    "master_weights": (gx.master_weights(optax.adamw(1e-2)), "bfloat16"),
+    "seven bytes": (
+        gx.master_weights(OPTIMIZERS["low_bit_state"], residual_dtype="int8"),
+        "bfloat16",
+    ),
+}
+
+
+@pytest.mark.parametrize("params_too", [False, True])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("name", MADE)
+def test_a_new_state_on_a_mesh(name, kind, params_too):
+    """On explicit axes the mesh is set, on automatic ones ``out_shardings`` are given.
+
+    Each array with an entry for each one of a parameter lies where that one does.
+    """
+    tx, dtype = MADE[name]
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(kind,) * 2)
+    places = {"w": P(None, "data", "model"), "b": P(None, "model")}
+    params = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+        start(dtype),
+        {"blocks": places, "head": P("data"), "gain": P()},
+    )
+    params = on_host(params) if params_too else params
+    there = None
+    if kind is AxisType.Auto:
+        described = optax.tree.map_params(
+            tx,
+            lambda x, p: x.update(sharding=p.sharding.with_memory_kind("device")),
+            jax.eval_shape(tx.init, params),
+            params,
+            transform_non_params=lambda x: jax.tree.map(
+                lambda x: x.update(sharding=NamedSharding(mesh, P())), x
+            ),
+        )
+        there = jax.tree.map(lambda x: x.sharding, on_host(described))
+    context = jax.set_mesh(mesh) if there is None else contextlib.nullcontext()
+    with context:
+        make = jax.jit(lambda p: on_host(tx.init(p)), out_shardings=there)
+        state = make(params)
+
+    def check(x, p):
+        wanted = p.sharding.with_memory_kind(x.sharding.memory_kind)
+        assert x.sharding.is_equivalent_to(wanted, x.ndim)
+        is_small = x.size < LAYERS * WIDTH or x.dtype.itemsize == 1
+        assert x.sharding.memory_kind == ("device" if is_small else "pinned_host")
+
+    optax.tree.map_params(tx, check, state, params)
+    plain = jax.device_put(start(dtype), jax.devices()[0])
+    values = (jax.tree.map(np.asarray, x) for x in (state, jax.jit(tx.init)(plain)))
+    chex.assert_trees_all_equal(*values)
 
 
 def test_boxes():
