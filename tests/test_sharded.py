@@ -102,6 +102,14 @@ def test_state_lies_where_parameters_lie(factory, mode, init):
         )
 
 
+def test_state_is_made_inside_shard_map_over_one_device():
+    """Its type varies over the axis, as that of its parameter does."""
+    one = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,))
+    init, w = gx.scale_by_adagrad().init, jnp.ones((8, 3))
+    made = jax.jit(jax.shard_map(init, mesh=one, in_specs=P("x"), out_specs=P("x")))
+    chex.assert_trees_all_equal(made(w), init(w))
+
+
 @pytest.mark.parametrize("row", UNGATED, ids=str)
 def test_explicit_types_are_those_of_init_eager_as_under_jit(row, in_context):
     """optax's own tests of sharding have these two properties."""

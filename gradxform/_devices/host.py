@@ -57,9 +57,10 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     without.
 
     Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
-    after the first step, and compiles the second one again. On a mesh of automatic axes
-    give this ``jax.jit`` its ``out_shardings``. Otherwise zeros of optax are on one
-    device, and the next step raises an error; the page on larger models shows how.
+    after the first step, and compiles the second one again. On a mesh of explicit axes
+    call this ``jax.jit`` within ``jax.set_mesh``. On automatic axes give it
+    ``out_shardings``; the page on larger models shows how. Otherwise zeros are on one
+    device, and the next step raises an error, or all of them are on each device.
 
     If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
     and return them in the same order. JAX pairs donated buffers with results by shape

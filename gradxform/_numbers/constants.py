@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._devices import host
@@ -36,9 +36,8 @@ def full_like(
 ) -> jax.Array:
     """``value`` in the shape and sharding of ``p``, or of its first ``axes`` axes.
 
-    So state lies where its parameters lie, also when it is made under ``jit``. There
-    the compiler would put a constant on all devices, but it puts results that are
-    computed from ``p`` where ``p`` is. It does not read a ``p`` on the host.
+    So state lies where its parameters lie, also when it is made under ``jit``. A ``p``
+    on the host is not read.
     """
     if isinstance(p, jax.core.Tracer):
         return _traced_full_like(p, value, dtype, axes)
@@ -58,15 +57,16 @@ def _traced_full_like(
 ) -> jax.Array:
     """:func:`full_like` under ``jit``.
 
-    A constant can be made in a loop that moves its layers to the host. An array that is
-    computed from ``p`` is made whole in front of it: 1.04 N of master weights on v5e.
+    On automatic axes the compiler would put a constant on all devices, but it puts what
+    is computed from ``p`` where ``p`` is. Elsewhere the type of ``p`` says where that
+    is, and a constant takes no memory if its layers go to the host. What is computed
+    from ``p`` is made whole before: 1.04 N for master weights on v5e.
     """
     if axes == 0:
         return jnp.full((), value, dtype)
     there = jax.typeof(p).sharding
-    axis_types = there.mesh.axis_types if there.mesh.size > 1 else ()
-    there = there.update(spec=P(*there.spec[:axes]))
-    placed = there if there.mesh.explicit_axes else None
+    explicit = there.mesh.explicit_axes
+    placed = there.update(spec=P(*there.spec[:axes])) if explicit else None
 
     def constant(p: jax.Array) -> jax.Array:
         return jnp.full(p.shape[:axes], value, dtype, out_sharding=placed)
@@ -77,9 +77,10 @@ def _traced_full_like(
 
     if host.is_on_host(p):
         return constant(p)
-    if any(kind != AxisType.Explicit for kind in axis_types):
+    is_divided = there.mesh.size > 1 and there.mesh.auto_axes
+    if is_divided or there.mesh.manual_axes:  # The type of a constant varies over none.
         return computed(p)
-    # `jit` keeps the argument, which says on which devices the result is.
+    # `jit` would drop an argument that no form reads, and with it its device.
     return compilers.on_cpu(computed, constant)(p)
 
 
