@@ -223,12 +223,13 @@ def test_a_step_of_your_own():
 
 
 def test_local_steps_from_parameters_there():
-    tx, batches = optax.sgd(0.1), jnp.stack([batch(0), batch(1)])
-    steps = gx.local_steps(loss_fn, tx)
+    """A state on the device is donated; parameters never are."""
+    tx, batches = optax.adam(0.1), jnp.stack([batch(0), batch(1)])
+    steps, there = gx.local_steps(loss_fn, tx), on_host(start())
     (wanted, _, _), (got, _, _) = (
-        steps(params, tx.init(start()), batches)
-        for params in (start(), on_host(start()))
+        steps(params, tx.init(start()), batches) for params in (start(), there)
     )
+    assert not any(x.is_deleted() for x in jax.tree.leaves(there))
     chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, wanted)))
 
 
@@ -534,7 +535,7 @@ def test_a_typed_key_stays_on_the_device():
         assert kinds(state) == places
 
 
-def test_bad_input():
+def test_bad_input(monkeypatch):
     with pytest.raises(ValueError, match=r"min_size must be in \[1, .* got 0"):
         gx.on_host({}, min_size=0)
     described = {"w": jax.ShapeDtypeStruct((999, 999), jnp.float32)}
@@ -549,6 +550,26 @@ def test_bad_input():
         ValueError, match=r"no tables beside parameters .* at \['head'\]"
     ):
         step(some, tx.init(params), batch(0))
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 1))
+    with pytest.raises(NotImplementedError, match=r"on_host needs JAX 0\.10\.2"):
+        gx.on_host(params)
+
+
+@pytest.mark.parametrize(
+    ("gate", "layers", "params_too"),
+    [(False, ["blocks"], True), (False, ["blocks"], False), (True, (), True)],
+)
+def test_vmap_of_a_step_raises_before_it_donates(gate, layers, params_too):
+    tx = gx.drop_stale(optax.adam(0.1), 1) if gate else optax.adam(0.1)
+    extra = {"local_step": 0} if gate else {}
+    step = gx.minimize(loss_fn, tx, layers=layers)
+    params = jax.tree.map(lambda x: jnp.stack([x, x]), start())
+    state = on_host(jax.vmap(tx.init)(params))
+    params = on_host(params) if params_too else params
+    batches = jnp.stack([batch(0), batch(1)])
+    with pytest.raises(ValueError, match=r"memory_space .*<host>"):
+        jax.vmap(lambda *args: step(*args, **extra))(params, state, batches)
+    assert not any(x.is_deleted() for x in jax.tree.leaves((params, state)))
 
 
 def test_an_error_names_the_limit_of_a_gpu():
