@@ -110,9 +110,7 @@ class ScanPass:
             for k in self.active
             if k < num_consts
         }
-        # After the last layer it reads one that nobody needs.
-        following = jnp.roll(each, -1 if self.scan.is_reverse else 1)
-        first = each[0 if self.scan.is_reverse else -1]
+        first, following = _one_ahead(each, reverse=not self.scan.is_reverse)
         ahead = self._parts(wholes, first, on_host=True)
         (wholes, _, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
             layer,
@@ -266,16 +264,26 @@ def _scanned(
     inputs, axes = scan.inputs(values), scan.axes
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-        (carry, stacks), (i, scanned) = carried, x
+        (carry, stacks, ahead), (i, following, scanned) = carried, x
         parts, stacks = _next_layers(stacks, axes, i, scan.length)
+        parts |= ahead
         given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
         results = scan.layer_results(given)
-        return (results[:num_carry], stacks), (carry, results[num_carry:])
+        ahead = _next_layers(stacks, used_first, following, scan.length)[0]
+        return (results[:num_carry], stacks, ahead), (carry, results[num_carry:])
 
-    (last, stacks), (carries, ys) = jax.lax.scan(
+    stacks = {n: values[leaves[n]] for n in axes}
+    on_host = [n for n in scan.backwards if host.is_on_host(stacks[n])]
+    # The first part of a layer comes while the layer before it is computed, others
+    # while the layer itself is.
+    used_first = {n: axes[n] for n in on_host[-1:]}
+    each = jnp.arange(scan.length)
+    first, following = _one_ahead(each, reverse=scan.is_reverse)
+    ahead = _next_layers(stacks, used_first, first, scan.length)[0]
+    (last, stacks, _), (carries, ys) = jax.lax.scan(
         layer,
-        (inputs[num_consts:start], {n: values[leaves[n]] for n in axes}),
-        (jnp.arange(scan.length), inputs[start:]),
+        (inputs[num_consts:start], stacks, ahead),
+        (each, following, inputs[start:]),
         reverse=scan.is_reverse,
     )
     values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
@@ -285,6 +293,14 @@ def _scanned(
     active.update(scan.eqn.outvars[k] for k in learning_results)
     kept = {n: axis for n, axis in axes.items() if n in frozen}
     return ScanPass(scan, inputs, carries, kept, learning, learning_results)
+
+
+def _one_ahead(each: jax.Array, *, reverse: bool) -> tuple[jax.Array, jax.Array]:
+    """The first layer of a loop, and for each layer the one after it.
+
+    After the last one comes the first one again, which is read for nothing.
+    """
+    return each[-1 if reverse else 0], jnp.roll(each, 1 if reverse else -1)
 
 
 def _next_layers(

@@ -4,8 +4,8 @@ import pytest
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
-from benchmarks import largest
-from benchmarks.compilers import mesh
+from benchmarks import largest, schedule
+from benchmarks.compilers import Program, mesh
 
 
 @pytest.mark.slow
@@ -39,3 +39,14 @@ def test_the_chip_holds_two_layers_of_a_model_on_the_host(name, layers, most):
     chip, training = mesh("v5e:2x2"), largest.TRAININGS[name]
     on_chip, _ = largest.needed(largest.lower(training, layers, chip), 15.75)
     assert on_chip <= most
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", schedule.ON_HOST)
+def test_the_loops_move_layers_beside_the_arithmetic(name):
+    """Of 16 layers, with 8,192 tokens, over a link of 32 GB/s in each direction."""
+    program = Program(schedule.compiled(largest.TRAININGS[name], 16, 8))
+    forward, backward = schedule.loops(program)
+    assert schedule.played(program, forward, 32e9)["ratio"] <= 1.1
+    assert schedule.played(program, backward, 32e9)["ratio"] <= 1.25

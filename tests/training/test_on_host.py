@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._training import stacks
 
 OLD = jax.__version_info__ < (0, 10, 2)
 pytestmark = [
@@ -207,6 +208,25 @@ def test_parameters_there_in_two_passes():
 def test_a_frozen_base_there(layers):
     learns = {"blocks": {"w": False, "b": True}, "head": False, "gain": True}
     check(optax.adam(1e-2), layers=layers, trainable=learns, params_too=True)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_the_order_in_which_gradients_are_known(wrap):
+    """The backward pass ends with what the layer uses first; a cast is no use."""
+
+    def loss(a, b, c, x):
+        @wrap
+        def layer(x, w):
+            a, b, c = (p.astype(jnp.float32) for p in w)
+            return jnp.tanh(jnp.tanh(x @ b + x) @ c) @ a, None
+
+        return jnp.sum(jax.lax.scan(layer, x, (a, b, c))[0])
+
+    stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
+    closed = jax.make_jaxpr(loss)(stack, stack, stack, jnp.ones((3, WIDTH)))
+    names = dict(enumerate("abc"))
+    (scan,) = stacks.find_scans(closed, range(4), names, frozen=()).scans
+    assert [names[n] for n in scan.backwards] == ["a", "c", "b"]
 
 
 def test_a_step_of_your_own():
