@@ -338,10 +338,11 @@ class Update:
 def _kinds(
     tx: optax.GradientTransformation, arrays: Mapping[Path, Whole], args: Args
 ) -> tuple[list[Kind | None], dict[int, MixedSlicesError], dict[int, int], range]:
-    """The layers of the leaves of a step; the errors of some; where gradients are.
+    """The layers of the leaves of a step, the errors of some, the owners of others.
 
-    Before the latter come the numbers of stacks, by those of leaves of their state. A
-    state was made for all parameters, or for those that learn.
+    An owner is the number of the stack, by that of a leaf of its state. At last come
+    the numbers of gradients. A state was made for all parameters, or for those that
+    learn.
     """
     params, state, (learning, rows), extra = args
     made_for = params

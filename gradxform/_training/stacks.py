@@ -126,12 +126,13 @@ class Scan(NamedTuple):
         The body has used a stack for the first time when its gradient is complete.
         """
         body = self.eqn.params["jaxpr"].jaxpr
-        first = {
-            stack.number: _first_use(body, k)
+        uses = [
+            (_first_use(body, k), stack.number)
             for k, stack in enumerate(self.stacks)
             if stack
-        }
-        return sorted(first, key=first.__getitem__, reverse=True)
+        ]
+        # A stack may be several inputs. Its first use counts.
+        return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]
 
     def inputs(self, env: Mapping[Var, Any]) -> list[jax.Array | None]:
         """The inputs of the scan, from values of variables; None for stacks."""
