@@ -85,8 +85,8 @@ class ScanPass:
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-            (wholes, ahead, stacks, sums, of_carry), (i, *given) = carried, x
-            following, carry, scanned, of_ys = given
+            wholes, ahead, stacks, sums, of_carry = carried
+            i, following, carry, scanned, of_ys = x
             frozen, stacks = _next_layers(stacks, self.frozen, i, self.scan.length)
             parts = self._parts(wholes, i, on_host=False) | ahead
             inputs = [*self.inputs[:num_consts], *carry, *scanned]

@@ -210,6 +210,26 @@ def test_a_frozen_base_there(layers):
     check(optax.adam(1e-2), layers=layers, trainable=learns, params_too=True)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_several_matrices_of_a_layer_there(reverse):
+    """In both directions, and the layer uses the second one first."""
+
+    def make():
+        return start() | {"second": start()["blocks"]["w"][::-1]}
+
+    def loss_fn(p, x):
+        def layer(x, w):
+            first, second = w
+            return x + jnp.tanh(jnp.tanh(x @ second) @ first["w"] + first["b"]), None
+
+        stacks = p["blocks"], p["second"]
+        x, _ = jax.lax.scan(layer, x @ p["head"], stacks, reverse=reverse)
+        return jnp.mean((x * p["gain"]) ** 2)
+
+    how = {"layers": ("blocks", "second"), "loss_fn": loss_fn}
+    check(optax.adamw(1e-2), make, params_too=True, **how)
+
+
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_the_order_in_which_gradients_are_known(wrap):
     """The backward pass ends with what the layer uses first; a cast is no use."""
