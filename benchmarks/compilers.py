@@ -154,12 +154,18 @@ class Program:
 
     ``taken`` chooses the branch that counts, by its ``hbm``, for each conditional of a
     computation in turn; the last one also for all others.
+
+    Attributes:
+      entry: the name of the computation with which the program begins.
+      lines: the instructions of each computation, in the order of the schedule. One has
+        its name, the text of its type, its opcode, the names of its operands, and the
+        text of its attributes.
     """
 
     def __init__(self, hlo, taken=(max,)):
         self._taken = taken
         found = re.findall(r"^(?:ENTRY )?%(\S+) .*{\n((?: .*\n)*)}", hlo, re.M)
-        self._lines = {
+        self.lines = {
             computation: [
                 (name, result, opcode, named(operands) or operands, rest)
                 for name, result, opcode, operands, rest in INSTRUCTION.findall(body)
@@ -168,7 +174,7 @@ class Program:
         }
         self._values = {
             computation: {line[0]: line for line in lines}
-            for computation, lines in self._lines.items()
+            for computation, lines in self.lines.items()
         }
         self._moved = {}
         self.entry = re.search(r"^ENTRY %(\S+)", hlo, re.M)[1]
@@ -177,7 +183,7 @@ class Program:
         """Bytes that a computation moves, by column."""
         if computation not in self._moved:
             total = Counter({"own": 0, "prefetched": 0, "written back": 0, "hbm": 0})
-            for line in self._lines[computation]:
+            for line in self.lines[computation]:
                 total.update(self._moved_by(computation, *line))
             self._moved[computation] = total
         return self._moved[computation]
@@ -211,7 +217,7 @@ class Program:
 
     def _choice(self, computation, name):
         """``max`` or ``min``, for a conditional."""
-        lines = self._lines[computation]
+        lines = self.lines[computation]
         number = [line[0] for line in lines if line[2] == "conditional"].index(name)
         return self._taken[min(number, len(self._taken) - 1)]
 
@@ -221,19 +227,17 @@ class Program:
         if known:
             return int(known[1])
         condition = re.search(r"condition=%([\w.-]+)", rest)[1]
-        constants = [
-            line[3] for line in self._lines[condition] if line[2] == "constant"
-        ]
+        constants = [line[3] for line in self.lines[condition] if line[2] == "constant"]
         return max(map(int, constants))
 
     def _read(self, computation, value):
         """Bytes that a computation reads of a value: less if it takes parts of it."""
         whole = size_of(self._values[computation][value][1])
-        if value == self._lines[computation][-1][0]:  # The result, for the caller.
+        if value == self.lines[computation][-1][0]:  # The result, for the caller.
             return whole
         uses = sum(
             self._used(computation, name, i)
-            for name, _, _, operands, _ in self._lines[computation]
+            for name, _, _, operands, _ in self.lines[computation]
             for i, operand in enumerate(operands)
             if operand == value
         )
@@ -251,7 +255,7 @@ class Program:
             return 0
         if opcode in FUSIONS:
             called = re.search(r"calls=%([\w.-]+)", rest)[1]
-            for parameter, _, opcode, number, _ in self._lines[called]:
+            for parameter, _, opcode, number, _ in self.lines[called]:
                 if opcode == "parameter" and number == str(i):
                     return self._read(called, parameter)
         return size_of(values[operands[i]][1])
@@ -270,7 +274,7 @@ class Program:
             inner = arrays(values[operands[WRITES_A_PART[opcode]]][1])
         elif opcode in FUSIONS:
             called = re.search(r"calls=%([\w.-]+)", rest)[1]
-            inner = self._written(called, self._lines[called][-1][0])
+            inner = self._written(called, self.lines[called][-1][0])
             if opcode != "fusion":  # Its type is ((from), to, …).
                 outer = outer[len(operands) :][: len(inner)]
         return [(n, space) for (n, _), (_, space) in zip(inner, outer, strict=True)]

@@ -14,7 +14,7 @@ import pytest
 
 import gradxform as gx
 from benchmarks import compile as compile_benchmark
-from benchmarks import largest, measure, models, step
+from benchmarks import compilers, largest, measure, models, schedule, step
 from benchmarks.__main__ import main, programs
 from benchmarks.models import small_leaves, tree
 
@@ -107,6 +107,66 @@ def test_the_search_ends_at_the_largest_that_fits(memory, first):
     found = largest.largest(need, memory, first)
     assert found == max(n for n in range(400) if n == 0 or need(n) <= memory)
     assert len(asked) - 399 <= 8  # Each costs a minute.
+
+
+# One layer has 32 MB, the other 64 MB. In the compiler's text a number of cycles stands
+# among other attributes, and an operand has no type.
+SCHEDULED = """\
+%body (given: (f32[9,8000,1000], f32[9,8000,2000])) -> (f32[9,8000,1000]) {
+  %given = (f32[9,8000,1000]{2,1,0:S(5)}, f32[9,8000,2000]{2,1,0:S(5)}) parameter(0)
+  %x = f32[9,8000,1000]{2,1,0:S(5)} get-tuple-element(%given), index=0
+  %y = f32[9,8000,2000]{2,1,0:S(5)} get-tuple-element(%given), index=1
+  %i = s32[] constant(3)
+  %a = ((f32[9,8000,1000]{2,1,0:S(5)}, s32[]), f32[1,8000,1000]{2,1,0}, u32[]{:S(2)}) dynamic-slice-start(%x, %i), dynamic_slice_sizes={1,8000,1000}
+  %b = ((f32[9,8000,2000]{2,1,0:S(5)}, s32[]), f32[1,8000,2000]{2,1,0}, u32[]{:S(2)}) dynamic-slice-start(%y, %i), dynamic_slice_sizes={1,8000,2000}
+  %one = f32[1000] fusion(%i), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1500000","n":[]}
+  %copied = (f32[1000]{0:S(1)}, f32[1000]{0}, u32[]{:S(2)}) copy-start(%one)
+  %a.done = f32[1,8000,1000]{2,1,0} dynamic-slice-done(%a)
+  %copied.done = f32[1000]{0:S(1)} copy-done(%copied)
+  %two = f32[1,8000,1000]{2,1,0} fusion(%a.done), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"3000000"}
+  %b.done = f32[1,8000,2000]{2,1,0} dynamic-slice-done(%b)
+  %three = f32[1,8000,1000]{2,1,0} fusion(%two, %b.done), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"1500000"}
+  %w = ((f32[9,8000,1000]{2,1,0:S(5)}, f32[1,8000,1000]{2,1,0}, s32[]), f32[9,8000,1000]{2,1,0:S(5)}, u32[]{:S(2)}) dynamic-update-slice-start(%x, %three, %i)
+  %four = f32[1000] fusion(%one), kind=kLoop, calls=%f, backend_config={"estimated_cycles":"750000"}
+  %w.done = f32[9,8000,1000]{2,1,0:S(5)} dynamic-update-slice-done(%w)
+  ROOT %made = (f32[9,8000,1000]{2,1,0:S(5)}) tuple(%w.done)
+}
+
+ENTRY %main (x: f32[9,8000,1000]) -> (f32[9,8000,1000]) {
+  %first = (f32[4]{0}) while(%none), condition=%c, body=%other
+  ROOT %w = (f32[9,8000,1000]{2,1,0:S(5)}) while(%first), condition=%c, body=%body
+}
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize(
+    ("rate", "ms", "read", "write"),
+    # At 32 GB/s the last write ends at 1 + 2 + 1 + 1 ms, and no read is waited for. At
+    # 16 GB/s both are: it ends at 6 + 1 + 2 ms.
+    [(32e9, 5.0, 3.0, 1.0), (16e9, 9.0, 6.0, 2.0)],
+)
+def test_a_schedule_is_played(rate, ms, read, write):
+    program = compilers.Program(SCHEDULED)
+    (body,) = schedule.loops(program)
+    assert schedule.played(program, body, rate) == {
+        "ms": ms,
+        "arithmetic": 4.5,
+        "read": read,
+        "write": write,
+        "ratio": round(ms / max(4.5, read), 3),
+    }
+
+
+@pytest.mark.parametrize(
+    ("line", "other", "error"),
+    [
+        ("dynamic-slice-done(%b)", "iota()", "do not end in the iteration: .'b'"),
+        ("fusion(%one)", "fusion(%x)", "four is a transfer"),
+    ],
+)
+def test_a_schedule_that_cannot_be_played_is_refused(line, other, error):
+    with pytest.raises(ValueError, match=error):
+        schedule.played(compilers.Program(SCHEDULED.replace(line, other)), "body", 32e9)
 
 
 INSTALLED = [

@@ -117,11 +117,11 @@ class States(NamedTuple):
         lacking = {n: x for n, x in enumerate(kinds) if isinstance(x, Exception)}
         return [None if isinstance(x, Exception) else x for x in kinds], lacking
 
-    def of(self, state: optax.OptState) -> list[Kind | MixedSlicesError | None]:
-        """The slices of each leaf of a state, or that it has none.
+    def owned(self, state: optax.OptState) -> dict[Path, Path]:
+        """The array to which each leaf of a state belongs, for those of an array.
 
         Raises:
-          MixedSlicesError: an array has no slice in it for each of its slices.
+          MixedSlicesError: there is no state of an array alone.
           TypeError: it is not the state that ``init`` makes.
         """
 
@@ -144,6 +144,16 @@ class States(NamedTuple):
                 owned.update(((*start, *end), mark.path) for end, _ in ends)
 
         jax.tree.map_with_path(own, marks, state, is_leaf=is_placeholder)
+        return owned
+
+    def of(self, state: optax.OptState) -> list[Kind | MixedSlicesError | None]:
+        """The slices of each leaf of a state, or that it has none.
+
+        Raises:
+          MixedSlicesError: an array has no slice in it for each of its slices.
+          TypeError: it is not the state that ``init`` makes.
+        """
+        owned = self.owned(state)
         try:
             found = self._compared(state, owned, self.arrays)
         except MixedSlicesError:  # Thresholds on both sides, of two arrays.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -55,9 +56,10 @@ Args: TypeAlias = tuple[
 # What a layer gives to reductions of all layers.
 LayerParts: TypeAlias = dict[Place, jax.Array]
 # What is done with a layer:
-# (number of the layer, whole arrays, gradients) -> whole arrays, and what it gives
+# (number of the layer, whole arrays, its parts of stacks, their gradients, in the order
+# in which they are known) -> whole arrays, and what it gives
 OfLayer: TypeAlias = Callable[
-    [jax.Array, Numbered, Numbered], tuple[Numbered, LayerParts]
+    [jax.Array, Numbered, Numbered, Numbered], tuple[Numbered, LayerParts]
 ]
 # A backward pass: (whole arrays of each scan, what is done with its layers)
 # -> whole arrays, gradients of other leaves, what all layers gave
@@ -89,6 +91,7 @@ class Update:
       kinds: of the leaves that have layers.
       sources: those of each scan's layers.
       lacking: the error of each leaf that has none, though it is the state of a stack.
+      owners: the number of the stack to which a leaf of the state belongs.
       first: the number of the first gradient.
       results: those of equations that a first pass has found out.
     """
@@ -100,6 +103,7 @@ class Update:
     kinds: dict[int, Kind]
     sources: list[Source]
     lacking: dict[int, MixedSlicesError]
+    owners: dict[int, int]
     first: int
     results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
 
@@ -129,7 +133,7 @@ class Update:
                 return gate.step(tx, updates, state, params, extra, whole=True)
 
         leaves = maps.leaves(args)
-        kinds, lacking, grads = _kinds(tx, arrays, args)
+        kinds, lacking, owners, grads = _kinds(tx, arrays, args)
         first = grads.start
         replaced = [n for n in range(first) if maps.has_gradient(leaves[n])]
         along = {n: kind for n, kind in enumerate(kinds) if kind}
@@ -167,7 +171,8 @@ class Update:
             raise MixedSlicesError(
                 "its update has an io_callback, one call for a layer"
             )
-        return cls(program, leaves, given, replaced, along, sources, lacking, first)
+        found = along, sources, lacking, owners, first
+        return cls(program, leaves, given, replaced, *found)
 
     @property
     def wholes(self) -> list[Numbered]:
@@ -215,7 +220,12 @@ class Update:
         return dict(zip(numbers, arrays, strict=True))
 
     def of_one_layer(
-        self, source: Source, i: jax.Array, wholes: Numbered, grads: Numbered
+        self,
+        source: Source,
+        i: jax.Array,
+        wholes: Numbered,
+        parts: Numbered,
+        grads: Numbered,
     ) -> Numbered:
         """The arguments of layer ``i``."""
         args = {
@@ -223,25 +233,51 @@ class Update:
                 wholes.get(n, self.leaves[n]), i, source.number, kind.along.axis
             )
             for n, kind in self.kinds.items()
-            if kind.source == source
+            if kind.source == source and n not in parts
         }
-        return args | self.gradients(grads)
+        return args | parts | self.gradients(grads)
 
     def gradients(self, grads: Numbered) -> Numbered:
         """As arguments."""
         return {self.first + n: g for n, g in grads.items()}
 
     def of_layer(
-        self, source: Source, i: jax.Array, wholes: Numbered, grads: Numbered
+        self,
+        source: Source,
+        i: jax.Array,
+        wholes: Numbered,
+        parts: Numbered,
+        grads: Numbered,
     ) -> tuple[Numbered, LayerParts]:
-        """With layer ``i`` after its step."""
-        args = self.of_one_layer(source, i, wholes, grads)
+        """With layer ``i`` after its step.
+
+        A layer on the host is written in the order in which gradients are known, with
+        its state. If nothing ordered the writes, the compiler for TPU would compute
+        some gradients at the end, and then wait for their writes: 1.5 instead of 1.2
+        times the arithmetic, at 32 GB/s and 8,192 tokens.
+        """
+        args = self.of_one_layer(source, i, wholes, parts, grads)
         new = compilers.barrier_in_place(self.new_leaves(args, _LATER, source))
-        wholes = {
+        place = {n: k for k, n in enumerate(grads)}
+
+        def order(n: int) -> int:
+            return place.get(self.owners.get(n, n), len(place))
+
+        on_host = [n for n, x in wholes.items() if host.is_on_host(x)]
+        before: Numbered = {}
+        for _, group in itertools.groupby(sorted(on_host, key=order), order):
+            ready = {n: compilers.barrier((wholes[n], before))[0] for n in group}
+            before = self._written(ready, new, i)
+            wholes = wholes | before
+        others = {n: x for n, x in wholes.items() if n not in on_host}
+        return wholes | self._written(others, new, i), {}
+
+    def _written(self, wholes: Numbered, new: Numbered, i: jax.Array) -> Numbered:
+        """Whole arrays with another layer ``i``."""
+        return {
             n: host.write_layer(x, new[n], i, self.kinds[n].along.axis)
             for n, x in wholes.items()
         }
-        return wholes, {}
 
     def run_through(
         self, backward: Backward, stacks: Sequence[Numbered], f: Callable[..., Any]
@@ -271,18 +307,23 @@ class Update:
         numbers = {n for found in stacks for n in found}
 
         def note(
-            source: Source, i: jax.Array, wholes: Numbered, grads: Numbered
+            source: Source,
+            i: jax.Array,
+            wholes: Numbered,
+            parts: Numbered,
+            grads: Numbered,
         ) -> tuple[Numbered, LayerParts]:
             notes = Notes({}, {})
-            self.run(self.of_one_layer(source, i, wholes, grads), _LATER, notes)
+            args = self.of_one_layer(source, i, wholes, parts, grads)
+            self.run(args, _LATER, notes)
             same = {
                 n: compilers.read_layer(wholes[n], i, source.number, kind.along.axis)[1]
                 for n, kind in self.kinds.items()
                 if n in wholes and n in numbers
             }
             equations.update((place, eqn) for place, (eqn, _) in notes.parts.items())
-            parts = {place: part for place, (_, part) in notes.parts.items()}
-            return wholes | same, parts
+            given = {place: part for place, (_, part) in notes.parts.items()}
+            return wholes | same, given
 
         wholes, grads, parts = self.run_through(backward, stacks, note)
         known = {place: _total(equations[place], x) for place, x in parts.items()}
@@ -296,10 +337,12 @@ class Update:
 
 def _kinds(
     tx: optax.GradientTransformation, arrays: Mapping[Path, Whole], args: Args
-) -> tuple[list[Kind | None], dict[int, MixedSlicesError], range]:
-    """The layers of the leaves of a step; the errors of some; where gradients are.
+) -> tuple[list[Kind | None], dict[int, MixedSlicesError], dict[int, int], range]:
+    """The layers of the leaves of a step, the errors of some, the owners of others.
 
-    A state was made for all parameters, or for those that learn.
+    An owner is the number of the stack, by that of a leaf of its state. At last come
+    the numbers of gradients. A state was made for all parameters, or for those that
+    learn.
     """
     params, state, (learning, rows), extra = args
     made_for = params
@@ -308,11 +351,15 @@ def _kinds(
         made_for = params if made == jax.tree.structure(state) else learning
     states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
     kinds, lacking = states.of_step(params, state, learning, extra)
+    numbers = {path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))}
+    owned = states.owned(state)
+    of_state = enumerate(maps.leaves_with_path(state), len(numbers))
+    owners = {n: numbers[owned[path]] for n, (path, _) in of_state if path in owned}
     first = len(maps.leaves((params, state)))
     end = first + len(maps.leaves(learning))
     without = [None] * len(jax.tree.leaves(rows))  # Rows have no layers.
     kinds[end:end] = without
-    return kinds, lacking, range(first, end + len(without))
+    return kinds, lacking, owners, range(first, end + len(without))
 
 
 def _policy(*, is_second_pass: bool = False) -> Policy:

@@ -78,27 +78,27 @@ class ScanPass:
 
         Replaces gradients by results of the scan with those by its inputs. ``wholes``
         are whole arrays, and ``each`` has the numbers of the layers. Returns the whole
-        arrays, and what ``apply`` gave for each layer.
+        arrays, and what ``apply`` gave for each layer. A layer of parameters on the
+        host comes while the one before it is computed.
         """
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-            (wholes, stacks, sums, of_carry), (i, carry, scanned, of_ys) = carried, x
+            wholes, ahead, stacks, sums, of_carry = carried
+            i, following, carry, scanned, of_ys = x
             frozen, stacks = _next_layers(stacks, self.frozen, i, self.scan.length)
-            parts = {
-                n: host.read_layer(wholes[n], i, self.scan.length, axis)
-                for n, axis in self.scan.axes.items()
-                if n in wholes
-            }
+            parts = self._parts(wholes, i, on_host=False) | ahead
             inputs = [*self.inputs[:num_consts], *carry, *scanned]
             of_results = of_carry | of_ys
             of_parts, of_inputs = self._gradients(parts, frozen, inputs, of_results)
             sums = {k: total + of_inputs[k] for k, total in sums.items()}
             of_carry = {k: of_inputs[num_consts + k] for k in of_carry}
             of_scanned = {k: g for k, g in of_inputs.items() if k >= start}
-            wholes, given = apply(i, wholes, of_parts)
-            return (wholes, stacks, sums, of_carry), (of_scanned, given)
+            of_parts = {n: of_parts[n] for n in self.scan.backwards if n in of_parts}
+            wholes, given = apply(i, wholes, parts, of_parts)
+            ahead = self._parts(wholes, following, on_host=True)
+            return (wholes, ahead, stacks, sums, of_carry), (of_scanned, given)
 
         stacks = {n: wholes[n] for n in self.frozen}
         wholes = {n: x for n, x in wholes.items() if n not in stacks}
@@ -110,10 +110,12 @@ class ScanPass:
             for k in self.active
             if k < num_consts
         }
-        (wholes, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
+        first, following = _one_ahead(each, reverse=not self.scan.is_reverse)
+        ahead = self._parts(wholes, first, on_host=True)
+        (wholes, _, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
             layer,
-            (wholes, stacks, sums, of_last),
-            (each, self.carries, self.inputs[start:], of_ys),
+            (wholes, ahead, stacks, sums, of_last),
+            (each, following, self.carries, self.inputs[start:], of_ys),
             reverse=not self.scan.is_reverse,
         )
         of_first = {num_consts + k: g for k, g in of_first.items()}
@@ -121,6 +123,14 @@ class ScanPass:
         read = ((eqn.invars[k], g) for k, g in of_inputs.items())
         _add(gradients, ((x, g) for x, g in read if jaxprs.is_variable(x)))
         return wholes | stacks, given
+
+    def _parts(self, wholes: Numbered, i: jax.Array, *, on_host: bool) -> Numbered:
+        """Layer ``i`` of the stacks that learn, of those on the host or of others."""
+        return {
+            n: host.read_layer(wholes[n], i, self.scan.length, axis)
+            for n, axis in self.scan.axes.items()
+            if n in wholes and host.is_on_host(wholes[n]) == on_host
+        }
 
     def _gradients(
         self,
@@ -254,16 +264,26 @@ def _scanned(
     inputs, axes = scan.inputs(values), scan.axes
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-        (carry, stacks), (i, scanned) = carried, x
+        (carry, stacks, ahead), (i, following, scanned) = carried, x
         parts, stacks = _next_layers(stacks, axes, i, scan.length)
+        parts |= ahead
         given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
         results = scan.layer_results(given)
-        return (results[:num_carry], stacks), (carry, results[num_carry:])
+        ahead = _next_layers(stacks, used_first, following, scan.length)[0]
+        return (results[:num_carry], stacks, ahead), (carry, results[num_carry:])
 
-    (last, stacks), (carries, ys) = jax.lax.scan(
+    stacks = {n: values[leaves[n]] for n in axes}
+    on_host = [n for n in scan.backwards if host.is_on_host(stacks[n])]
+    # The first part of a layer comes while the layer before it is computed, others
+    # while the layer itself is.
+    used_first = {n: axes[n] for n in on_host[-1:]}
+    each = jnp.arange(scan.length)
+    first, following = _one_ahead(each, reverse=scan.is_reverse)
+    ahead = _next_layers(stacks, used_first, first, scan.length)[0]
+    (last, stacks, _), (carries, ys) = jax.lax.scan(
         layer,
-        (inputs[num_consts:start], {n: values[leaves[n]] for n in axes}),
-        (jnp.arange(scan.length), inputs[start:]),
+        (inputs[num_consts:start], stacks, ahead),
+        (each, following, inputs[start:]),
         reverse=scan.is_reverse,
     )
     values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
@@ -273,6 +293,14 @@ def _scanned(
     active.update(scan.eqn.outvars[k] for k in learning_results)
     kept = {n: axis for n, axis in axes.items() if n in frozen}
     return ScanPass(scan, inputs, carries, kept, learning, learning_results)
+
+
+def _one_ahead(each: jax.Array, *, reverse: bool) -> tuple[jax.Array, jax.Array]:
+    """The first layer of a loop, and for each layer the one after it.
+
+    After the last one comes the first one again, which is read for nothing.
+    """
+    return each[-1 if reverse else 0], jnp.roll(each, 1 if reverse else -1)
 
 
 def _next_layers(

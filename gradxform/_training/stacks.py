@@ -119,6 +119,21 @@ class Scan(NamedTuple):
         stacks = filter(None, self.stacks)
         return {stack.number: stack.layers(self.length)[0].axis for stack in stacks}
 
+    @property
+    def backwards(self) -> list[int]:
+        """The numbers of its stacks, in the order in which gradients are known.
+
+        The body has used a stack for the first time when its gradient is complete.
+        """
+        body = self.eqn.params["jaxpr"].jaxpr
+        uses = [
+            (_first_use(body, k), stack.number)
+            for k, stack in enumerate(self.stacks)
+            if stack
+        ]
+        # A stack may be several inputs. Its first use counts.
+        return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]
+
     def inputs(self, env: Mapping[Var, Any]) -> list[jax.Array | None]:
         """The inputs of the scan, from values of variables; None for stacks."""
 
@@ -317,6 +332,23 @@ def _outside(
         made = jax.checkpoint(part.results, **options)(jaxprs.read(env, part.reads))
         env.update(zip(part.makes, made, strict=True))
     return jaxprs.read(env, jaxpr.outvars)
+
+
+def _first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
+    """Where an input is used for the first time: in an equation, in one inside of it.
+
+    A cast or a transposition alone is no use.
+    """
+    values = _made_of(jaxpr, [operand])
+    for number, eqn in enumerate(jaxpr.eqns):
+        found = jaxprs.among(eqn.invars, values)
+        if not found or jaxprs.name_of(eqn) in _BY_LAYER:
+            continue
+        if jaxprs.name_of(eqn) not in (Op.CHECKPOINT, Op.JIT):
+            return (number,)
+        inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
+        return number, *_first_use(getattr(inside, "jaxpr", inside), min(found))
+    return (len(jaxpr.eqns),)
 
 
 def _made_of(jaxpr: Jaxpr, stacks: Collection[int]) -> set[Var]:

@@ -13,8 +13,8 @@ import gradxform as gx
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
-from benchmarks import largest
-from benchmarks.compilers import mesh, placed
+from benchmarks import largest, schedule
+from benchmarks.compilers import Program, mesh, placed
 from benchmarks.models import size, transformer
 from gradxform._jax.compilers import SMALL_TILES
 
@@ -116,3 +116,14 @@ def test_a_new_state_needs_a_layer_of_room(name, params_too):
     found = make.compile().memory_analysis()
     room = found.temp_size_in_bytes + found.host_temp_size_in_bytes
     assert room <= 0.15 * size(params)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("name", schedule.ON_HOST)
+def test_the_loops_move_layers_beside_the_arithmetic(name):
+    """Of 16 layers, with 8,192 tokens, over a link of 32 GB/s in each direction."""
+    program = Program(schedule.compiled(largest.TRAININGS[name], 16, 8))
+    forward, backward = schedule.loops(program)
+    assert schedule.played(program, forward, 32e9)["ratio"] <= 1.1
+    assert schedule.played(program, backward, 32e9)["ratio"] <= 1.25

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._jax import compilers
+from gradxform._training import stacks
 
 OLD = jax.__version_info__ < (0, 10, 2)
 pytestmark = [
@@ -209,6 +210,45 @@ def test_parameters_there_in_two_passes():
 def test_a_frozen_base_there(layers):
     learns = {"blocks": {"w": False, "b": True}, "head": False, "gain": True}
     check(optax.adam(1e-2), layers=layers, trainable=learns, params_too=True)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_several_matrices_of_a_layer_there(reverse):
+    """In both directions, and the layer uses the second one first."""
+
+    def make():
+        return start() | {"second": start()["blocks"]["w"][::-1]}
+
+    def loss_fn(p, x):
+        def layer(x, w):
+            first, second = w
+            return x + jnp.tanh(jnp.tanh(x @ second) @ first["w"] + first["b"]), None
+
+        stacks = p["blocks"], p["second"]
+        x, _ = jax.lax.scan(layer, x @ p["head"], stacks, reverse=reverse)
+        return jnp.mean((x * p["gain"]) ** 2)
+
+    how = {"layers": ("blocks", "second"), "loss_fn": loss_fn}
+    check(optax.adamw(1e-2), make, params_too=True, **how)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_the_order_in_which_gradients_are_known(wrap):
+    """The backward pass ends with what the layer uses first; a cast is no use."""
+
+    def loss(a, b, c, x):
+        @wrap
+        def layer(x, w):
+            a, b, c = (p.astype(jnp.float32) for p in w)
+            return jnp.tanh(jnp.tanh(x @ b + x) @ c) @ a, None
+
+        return jnp.sum(jax.lax.scan(layer, x, (a, b, c))[0])
+
+    stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
+    closed = jax.make_jaxpr(loss)(stack, stack, stack, jnp.ones((3, WIDTH)))
+    names = dict(enumerate("abc"))
+    (scan,) = stacks.find_scans(closed, range(4), names, frozen=()).scans
+    assert [names[n] for n in scan.backwards] == ["a", "c", "b"]
 
 
 def test_a_step_of_your_own():
