@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
@@ -218,7 +219,7 @@ def forward(
     results = jaxprs.read(values, jaxpr.outvars)
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
     of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
-    each = [jnp.arange(scan.length) for scan in loss.scans]
+    each = [np.arange(scan.length, dtype=np.int32) for scan in loss.scans]
     same = [{n: values[loss.leaves[n]] for n in scan.axes} for scan in loss.scans]
     return results, same, BackwardPass(passes, of_loss, dense, each)
 
@@ -263,7 +264,7 @@ def _scanned(
     (last, stacks), (carries, ys) = jax.lax.scan(
         layer,
         (inputs[num_consts:start], {n: values[leaves[n]] for n in axes}),
-        (jnp.arange(scan.length), inputs[start:]),
+        (np.arange(scan.length, dtype=np.int32), inputs[start:]),
         reverse=scan.is_reverse,
     )
     values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
