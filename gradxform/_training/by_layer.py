@@ -236,7 +236,7 @@ class Update:
     ) -> tuple[Numbered, LayerParts]:
         """With layer ``i`` after its step."""
         args = self.of_one_layer(source, i, wholes, grads)
-        new = compilers.barrier_in_place(self.new_leaves(args, _LATER, source))
+        new = compilers.barrier_on_cpu(self.new_leaves(args, _LATER, source))
         wholes = {
             n: host.write_layer(x, new[n], i, self.kinds[n].along.axis)
             for n, x in wholes.items()

@@ -165,7 +165,7 @@ class BackwardPass:
         If nothing ordered two passes, the compiler for CPU would copy stacks and state
         for one of them: 1.1 N, or 3.3 N if the first pass reads the state.
         """
-        each, _ = compilers.barrier((self.each, known))
+        each, _ = compilers.barrier_on_cpu((self.each, known))
         return dataclasses.replace(self, each=each)
 
     def run(
