@@ -219,7 +219,7 @@ def forward(
     results = jaxprs.read(values, jaxpr.outvars)
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
     of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
-    each = [np.arange(scan.length, dtype=np.int32) for scan in loss.scans]
+    each = [_numbers(scan) for scan in loss.scans]
     same = [{n: values[loss.leaves[n]] for n in scan.axes} for scan in loss.scans]
     return results, same, BackwardPass(passes, of_loss, dense, each)
 
@@ -264,7 +264,7 @@ def _scanned(
     (last, stacks), (carries, ys) = jax.lax.scan(
         layer,
         (inputs[num_consts:start], {n: values[leaves[n]] for n in axes}),
-        (np.arange(scan.length, dtype=np.int32), inputs[start:]),
+        (_numbers(scan), inputs[start:]),
         reverse=scan.is_reverse,
     )
     values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
@@ -274,6 +274,15 @@ def _scanned(
     active.update(scan.eqn.outvars[k] for k in learning_results)
     kept = {n: axis for n, axis in axes.items() if n in frozen}
     return ScanPass(scan, inputs, carries, kept, learning, learning_results)
+
+
+def _numbers(scan: Scan) -> Any:  # An array of NumPy or of JAX.
+    """int32[n], the numbers of a scan's layers, as a constant.
+
+    XLA for GPU then knows where each layer lies, and copies it to or from the host. An
+    array of JAX is known only to the program: there a kernel moves each layer.
+    """
+    return np.arange(scan.length, dtype=np.int32)
 
 
 def _next_layers(
