@@ -105,13 +105,15 @@ def barrier(arrays: T) -> T:
     return jax.lax.optimization_barrier(arrays)
 
 
-def barrier_in_place(arrays: T) -> T:
-    """:func:`barrier` for what is written in place, but not for TPU.
+def barrier_on_cpu(arrays: T) -> T:
+    """:func:`barrier` for what is written in place, for CPU alone.
 
-    Its compiler writes each array of a layer as soon as it is known. So it keeps fewer
-    of them: 0.003 N instead of 0.05 N for float32 AdamW on v5e.
+    The compilers for TPU and GPU write each array of a layer as soon as it is known. So
+    they keep fewer of them: 0.003 N instead of 0.05 N for float32 AdamW on v5e, and on
+    an H100, activations included, 1.80 N instead of 2.07 N (8 layers of width 2,048,
+    8,192 tokens). There, most of what goes to the host moves beside the arithmetic.
     """
-    return on_tpu(lambda x: x, barrier)(arrays)
+    return on_cpu(barrier, lambda x: x)(arrays)
 
 
 def part(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:

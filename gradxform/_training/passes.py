@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
@@ -174,7 +175,7 @@ class BackwardPass:
         If nothing ordered two passes, the compiler for CPU would copy stacks and state
         for one of them: 1.1 N, or 3.3 N if the first pass reads the state.
         """
-        each, _ = compilers.barrier((self.each, known))
+        each, _ = compilers.barrier_on_cpu((self.each, known))
         return dataclasses.replace(self, each=each)
 
     def run(
@@ -228,7 +229,7 @@ def forward(
     results = jaxprs.read(values, jaxpr.outvars)
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
     of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
-    each = [jnp.arange(scan.length) for scan in loss.scans]
+    each = [_numbers(scan) for scan in loss.scans]
     same = [{n: values[loss.leaves[n]] for n in scan.axes} for scan in loss.scans]
     return results, same, BackwardPass(passes, of_loss, dense, each)
 
@@ -277,7 +278,7 @@ def _scanned(
     # The first part of a layer comes while the layer before it is computed, others
     # while the layer itself is.
     used_first = {n: axes[n] for n in on_host[-1:]}
-    each = jnp.arange(scan.length)
+    each = _numbers(scan)
     first, following = _one_ahead(each, reverse=scan.is_reverse)
     ahead = _next_layers(stacks, used_first, first, scan.length)[0]
     (last, stacks, _), (carries, ys) = jax.lax.scan(
@@ -295,12 +296,22 @@ def _scanned(
     return ScanPass(scan, inputs, carries, kept, learning, learning_results)
 
 
-def _one_ahead(each: jax.Array, *, reverse: bool) -> tuple[jax.Array, jax.Array]:
+def _one_ahead(each: Any, *, reverse: bool) -> tuple[Any, Any]:
     """The first layer of a loop, and for each layer the one after it.
 
     After the last one comes the first one again, which is read for nothing.
     """
-    return each[-1 if reverse else 0], jnp.roll(each, 1 if reverse else -1)
+    roll = np.roll if isinstance(each, np.ndarray) else jnp.roll
+    return each[-1 if reverse else 0], roll(each, 1 if reverse else -1)
+
+
+def _numbers(scan: Scan) -> Any:  # An array of NumPy or of JAX.
+    """int32[n], the numbers of a scan's layers, as a constant.
+
+    XLA for GPU then knows where each layer lies, and copies it to or from the host. An
+    array of JAX is known only to the program: there a kernel moves each layer.
+    """
+    return np.arange(scan.length, dtype=np.int32)
 
 
 def _next_layers(

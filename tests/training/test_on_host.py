@@ -500,6 +500,22 @@ def test_one_layer_is_on_the_device():
     assert [x for x, inside in found if "scan" in inside] == [(1, WIDTH, WIDTH)] * 2
 
 
+@pytest.mark.parametrize("two_passes", [False, True])
+def test_a_gpu_copies_layers_beside_the_arithmetic(two_passes):
+    """XLA for GPU copies a layer only if it knows its number before the loop runs.
+
+    Otherwise a kernel reads the host's memory. And behind a barrier no new layer is
+    written before all of them are computed.
+    """
+    tx, params = optax.adam(0.1), start()
+    args = on_host(params), on_host(tx.init(params)), batch(0)
+    step = gx.minimize(loss_fn, tx, layers=("blocks",), two_passes=two_passes)
+    program = step.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dynamic_update_slice" in program
+    assert "stablehlo.iota" not in program
+    assert "optimization_barrier" not in program
+
+
 def test_a_skipped_push_moves_nothing():
     found = traced(gx.drop_stale(optax.adam(0.1), 0), (), local_step=0)
     assert len(found) == 6
