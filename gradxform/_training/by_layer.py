@@ -266,7 +266,7 @@ class Update:
         on_host = [n for n, x in wholes.items() if host.is_on_host(x)]
         before: Numbered = {}
         for _, group in itertools.groupby(sorted(on_host, key=order), order):
-            ready = {n: compilers.barrier((wholes[n], before))[0] for n in group}
+            ready = {n: compilers.barrier_on_tpu((wholes[n], before))[0] for n in group}
             before = self._written(ready, new, i)
             wholes = wholes | before
         others = {n: x for n, x in wholes.items() if n not in on_host}

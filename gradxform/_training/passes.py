@@ -10,6 +10,7 @@ computed from them may go through loops and callbacks that have no derivative.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -89,7 +90,9 @@ class ScanPass:
             wholes, ahead, stacks, sums, of_carry = carried
             i, following, carry, scanned, of_ys = x
             frozen, stacks = _next_layers(stacks, self.frozen, i, self.scan.length)
-            parts = self._parts(wholes, i, on_host=False) | ahead
+            there, here = self._stacks(wholes)
+            parts = _layers(self.scan, here, i)
+            parts |= _now(self.scan, there, i, ahead)
             inputs = [*self.inputs[:num_consts], *carry, *scanned]
             of_results = of_carry | of_ys
             of_parts, of_inputs = self._gradients(parts, frozen, inputs, of_results)
@@ -98,7 +101,7 @@ class ScanPass:
             of_scanned = {k: g for k, g in of_inputs.items() if k >= start}
             of_parts = {n: of_parts[n] for n in self.scan.backwards if n in of_parts}
             wholes, given = apply(i, wholes, parts, of_parts)
-            ahead = self._parts(wholes, following, on_host=True)
+            ahead = _ahead(self.scan, self._stacks(wholes)[0], following)
             return (wholes, ahead, stacks, sums, of_carry), (of_scanned, given)
 
         stacks = {n: wholes[n] for n in self.frozen}
@@ -112,7 +115,7 @@ class ScanPass:
             if k < num_consts
         }
         first, following = _one_ahead(each, reverse=not self.scan.is_reverse)
-        ahead = self._parts(wholes, first, on_host=True)
+        ahead = _ahead(self.scan, self._stacks(wholes)[0], first)
         (wholes, _, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
             layer,
             (wholes, ahead, stacks, sums, of_last),
@@ -125,13 +128,11 @@ class ScanPass:
         _add(gradients, ((x, g) for x, g in read if jaxprs.is_variable(x)))
         return wholes | stacks, given
 
-    def _parts(self, wholes: Numbered, i: jax.Array, *, on_host: bool) -> Numbered:
-        """Layer ``i`` of the stacks that learn, of those on the host or of others."""
-        return {
-            n: host.read_layer(wholes[n], i, self.scan.length, axis)
-            for n, axis in self.scan.axes.items()
-            if n in wholes and host.is_on_host(wholes[n]) == on_host
-        }
+    def _stacks(self, wholes: Numbered) -> tuple[Numbered, Numbered]:
+        """The stacks that learn: those on the host, and others."""
+        stacks = {n: wholes[n] for n in self.scan.axes if n in wholes}
+        there = {n: x for n, x in stacks.items() if host.is_on_host(x)}
+        return there, {n: x for n, x in stacks.items() if n not in there}
 
     def _gradients(
         self,
@@ -266,21 +267,26 @@ def _scanned(
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
         (carry, stacks, ahead), (i, following, scanned) = carried, x
-        parts, stacks = _next_layers(stacks, axes, i, scan.length)
-        parts |= ahead
+        there = {n: stacks[n] for n in used_first}
+        parts, stacks = _next_layers(stacks, others, i, scan.length)
+        parts |= _now(scan, there, i, ahead)
         given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
         results = scan.layer_results(given)
-        ahead = _next_layers(stacks, used_first, following, scan.length)[0]
-        return (results[:num_carry], stacks, ahead), (carry, results[num_carry:])
+        ahead = _ahead(scan, there, following)
+        return (results[:num_carry], stacks | there, ahead), (
+            carry,
+            results[num_carry:],
+        )
 
     stacks = {n: values[leaves[n]] for n in axes}
     on_host = [n for n in scan.backwards if host.is_on_host(stacks[n])]
     # The first part of a layer comes while the layer before it is computed, others
     # while the layer itself is.
-    used_first = {n: axes[n] for n in on_host[-1:]}
+    used_first = on_host[-1:]
+    others = {n: axis for n, axis in axes.items() if n not in used_first}
     each = _numbers(scan)
     first, following = _one_ahead(each, reverse=scan.is_reverse)
-    ahead = _next_layers(stacks, used_first, first, scan.length)[0]
+    ahead = _ahead(scan, {n: stacks[n] for n in used_first}, first)
     (last, stacks, _), (carries, ys) = jax.lax.scan(
         layer,
         (inputs[num_consts:start], stacks, ahead),
@@ -303,6 +309,46 @@ def _one_ahead(each: Any, *, reverse: bool) -> tuple[Any, Any]:
     """
     roll = np.roll if isinstance(each, np.ndarray) else jnp.roll
     return each[-1 if reverse else 0], roll(each, 1 if reverse else -1)
+
+
+def _layers(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
+    """Layer ``i`` of these stacks."""
+    return {
+        n: host.read_layer(x, i, scan.length, scan.axes[n]) for n, x in stacks.items()
+    }
+
+
+def _ahead(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
+    """Layer ``i`` of stacks on the host, for a loop for TPU to carry.
+
+    Loops for others carry zeros, which nobody reads. If a loop carries a layer, XLA for
+    GPU copies the whole stacks in each turn.
+    """
+    if not stacks:
+        return {}
+    read = functools.partial(_layers, scan)
+    types = jax.make_jaxpr(read)(stacks, i).out_avals
+
+    def zeros(*_: Any) -> Numbered:
+        return dict(
+            zip(sorted(stacks), map(constants.zeros_of_type, types), strict=True)
+        )
+
+    return compilers.on_tpu(read, zeros)(stacks, i)
+
+
+def _now(scan: Scan, stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbered:
+    """Layer ``i`` of stacks on the host; a loop for TPU has carried it."""
+    if not stacks:
+        return {}
+
+    def carried(stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbered:
+        return ahead
+
+    def read(stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbered:
+        return _layers(scan, stacks, i)
+
+    return compilers.on_tpu(carried, read)(stacks, i, ahead)
 
 
 def _numbers(scan: Scan) -> Any:  # An array of NumPy or of JAX.

@@ -409,12 +409,12 @@ def test_a_new_state_in_8_bits_takes_few_programs():
 
 
 def moved(jaxpr, inside=()):
-    """What is put on the device: its shape, and the operations that it is inside of."""
+    """What is put on the device: its type, and the operations that it is inside of."""
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "device_put":
             x = eqn.outvars[0].aval
             if x.memory_space == jax.memory.Space.Device:
-                yield x.shape, inside
+                yield x, inside
         for part in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
             if hasattr(part, "eqns"):
                 yield from moved(
@@ -484,12 +484,10 @@ def test_codes_are_written_in_place():
 
 
 def traced(tx, layers, **extra):
+    """What a step with its state on the host moves: shapes, and what it is inside of."""
     step, params = gx.minimize(loss_fn, tx, layers=layers), start()
-    return list(
-        moved(
-            step.trace(params, on_host(tx.init(params)), batch(0), **extra).jaxpr.jaxpr
-        )
-    )
+    program = step.trace(params, on_host(tx.init(params)), batch(0), **extra)
+    return [(x.shape, inside) for x, inside in moved(program.jaxpr.jaxpr)]
 
 
 def test_one_layer_is_on_the_device():
