@@ -484,7 +484,7 @@ def test_codes_are_written_in_place():
 
 
 def traced(tx, layers, **extra):
-    """What a step with its state on the host moves: shapes, and what it is inside of."""
+    """What a step with its state on the host moves, and what that is inside of."""
     step, params = gx.minimize(loss_fn, tx, layers=layers), start()
     program = step.trace(params, on_host(tx.init(params)), batch(0), **extra)
     return [(x.shape, inside) for x, inside in moved(program.jaxpr.jaxpr)]
