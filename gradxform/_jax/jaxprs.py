@@ -66,6 +66,26 @@ def result(
     return computed, [args[k] for k in given]
 
 
+def number(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
+    """The number that each entry of a result is, or None if no operation says it.
+
+    One form of an operation for some platforms may say it for all.
+    """
+    from jax.extend.core import Literal
+
+    for eqn in jaxpr.eqns:
+        if result not in eqn.outvars:
+            continue
+        if eqn.primitive.name == Op.BROADCAST and isinstance(eqn.invars[0], Literal):
+            return float(eqn.invars[0].val)
+        if eqn.params.get("branches_platforms"):
+            forms = [form.jaxpr for form in eqn.params["branches"]]
+            i = eqn.outvars.index(result)
+            found = [number(form, form.outvars[i]) for form in forms]
+            return next((x for x in found if x is not None), None)
+    return None
+
+
 def advance(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
 ) -> None:

@@ -392,6 +392,27 @@ def test_a_new_state_in_8_bits_is_that_of_whole_arrays():
     np.testing.assert_array_equal(np.abs(scales[0]), blocks.max(2))
 
 
+@pytest.mark.parametrize("value", [0.0, 0.1, -0.3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_constant_in_8_bits_is_made_without_its_layers(value, dtype, monkeypatch):
+    """As for TPU and GPU. The last block is not full."""
+
+    def init(p):
+        return optax.TraceState(jnp.full(p.shape, value, dtype))
+
+    tx = gx.low_bit_state(
+        optax.GradientTransformation(init, optax.identity().update),
+        min_size=512,
+        block_size=16,
+    )
+    w = jnp.ones((3, 41, 64))
+    wanted = tx.init(w)
+    monkeypatch.setattr(compilers, "on_cpu", lambda special, plain: plain)
+    got = jax.jit(tx.init)
+    assert "scan" not in str(got.trace(w).jaxpr)
+    chex.assert_trees_all_equal(got(w), wanted)
+
+
 def test_a_new_state_in_8_bits_takes_few_programs():
     """Each took a fifth of a second on a GPU, for 134 of them in a transformer."""
     programs = []
@@ -734,7 +755,7 @@ def test_a_new_state_on_a_mesh(name, kind, params_too):
     def check(x, p):
         wanted = p.sharding.with_memory_kind(x.sharding.memory_kind)
         assert x.sharding.is_equivalent_to(wanted, x.ndim)
-        is_small = x.size < LAYERS * WIDTH or x.dtype.itemsize == 1
+        is_small = x.size < LAYERS * WIDTH
         assert x.sharding.memory_kind == ("device" if is_small else "pinned_host")
 
     optax.tree.map_params(tx, check, state, params)
