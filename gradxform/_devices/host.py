@@ -144,9 +144,11 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
         row = functools.partial(jax.lax.dynamic_index_in_dim, x, keepdims=False)
         return jax.lax.map(lambda i: jax.device_put(row(i), _HOST), each)
 
-    is_divided = can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]
-    is_divided &= compilers.slices_bytes() or x.dtype.itemsize > 1
-    chosen = compilers.on_cpu(whole, by_layer) if is_divided else whole
+    chosen = whole
+    if can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]:
+        takes_layers = x.dtype.itemsize > 1 or compilers.slices_bytes()
+        elsewhere = by_layer if takes_layers else compilers.on_tpu(whole, by_layer)
+        chosen = compilers.on_cpu(whole, elsewhere)
     return chosen(x, *jax.tree.leaves(last))
 
 
