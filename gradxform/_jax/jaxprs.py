@@ -66,10 +66,10 @@ def result(
     return computed, [args[k] for k in given]
 
 
-def number(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
-    """The number that each entry of a result is, or None if no operation says it.
+def number_off_cpu(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
+    """The number that each entry of a result is on all platforms but CPU.
 
-    One form of an operation for some platforms may say it for all.
+    None if no operation says it.
     """
     from jax.extend.core import Literal
 
@@ -78,11 +78,10 @@ def number(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
             continue
         if eqn.primitive.name == Op.BROADCAST and isinstance(eqn.invars[0], Literal):
             return float(eqn.invars[0].val)
-        if eqn.params.get("branches_platforms"):
-            forms = [form.jaxpr for form in eqn.params["branches"]]
-            i = eqn.outvars.index(result)
-            found = [number(form, form.outvars[i]) for form in forms]
-            return next((x for x in found if x is not None), None)
+        # `compilers.on_cpu` has a form for CPU and one for the others.
+        if eqn.params.get("branches_platforms") == (("cpu",), None):
+            other = eqn.params["branches"][1].jaxpr
+            return number_off_cpu(other, other.outvars[eqn.outvars.index(result)])
     return None
 
 

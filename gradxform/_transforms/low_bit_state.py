@@ -267,7 +267,8 @@ def _traced_state(
             entries.append(_as_is(x))
             continue
         n, there = _blocks(x.shape[axis], block_size), jax.typeof(x).sharding
-        value = jaxprs.number(program.jaxpr, program.jaxpr.outvars[number - 1])
+        result = program.jaxpr.outvars[number - 1]
+        value = jaxprs.number_off_cpu(program.jaxpr, result)
         make, used = jaxprs.result(program, number - 1, jax.tree.leaves(params))
         encode: Callable[[jax.Array], _Encoded]
         if not axis or x.ndim < 3 or there.spec[0]:
