@@ -138,6 +138,12 @@ TRAININGS = {
 }
 
 
+def set_small_tiles():
+    """Lets a TPU take layers of arrays of 8 bits from the host."""
+    given = os.environ.get("LIBTPU_INIT_ARGS", "")
+    os.environ["LIBTPU_INIT_ARGS"] = f"{given} {SMALL_TILES}"
+
+
 def shapes(training, layers, chip):
     """Parameters and state of a training with so many layers, on a chip."""
     params = transformer(layers, **MODEL, dtype=jnp.dtype(training.dtype))
@@ -371,9 +377,7 @@ def main():
         save(lambda theme: draw(files, theme), out, 9)
         return
     jax.config.update("jax_numpy_dtype_promotion", "standard")
-    # Then a TPU takes layers of arrays of 8 bits from the host.
-    given = os.environ.get("LIBTPU_INIT_ARGS", "")
-    os.environ["LIBTPU_INIT_ARGS"] = f"{given} {SMALL_TILES}"
+    set_small_tiles()
     if options.run:
         given = dict(pair.split("=", 1) for pair in options.compiler_options)
         measured = run(

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.compilers import Program, arrays, mesh, placed
-from benchmarks.largest import LENGTH, TRAININGS, shapes, step_of
+from benchmarks.largest import LENGTH, TRAININGS, set_small_tiles, shapes, step_of
 from benchmarks.measure import arguments, report
 
 # A v5e has four units of 128 x 128 multipliers, so this clock gives its 197e12
@@ -117,6 +117,7 @@ def main():
     parser.add_argument("--rate", nargs="+", type=float, default=[16e9, 32e9, 64e9])
     options = parser.parse_args()
     jax.config.update("jax_numpy_dtype_promotion", "standard")
+    set_small_tiles()
     rows = []
     for name in options.only:
         hlo = compiled(TRAININGS[name], options.layers, options.sequences)
