@@ -1,7 +1,8 @@
 """The largest transformer that a machine with one chip trains, by its compiler.
 
 ``python -m benchmarks.largest --machine v5e`` compiles whole steps, and runs none.
-Like ``benchmarks.compilers`` it needs libtpu, or for ``--machine h100`` CUDA's JAX. The
+Like ``benchmarks.compilers`` it needs libtpu, or for ``--machine h100`` CUDA's JAX. On
+a described GPU JAX drops the host's memory, so the host's trainings are left out. The
 layers of the transformer are scanned, with width 2,048 and ``jax.checkpoint``. A batch
 is one sequence of 1,024 tokens. A training gets as many layers as fit both memories,
 the chip's and nine tenths of the host's. The compiler of a TPU refuses a program that
@@ -15,8 +16,9 @@ compiles the step with options of XLA.
 - parameters: in billions.
 - chip GiB: what the step needs on the chip: parameters, state and temporaries.
 - host GiB: what it keeps in the host's memory.
-- move s: the time in which this comes to the chip and goes back, at 16, 32 and 64 GB/s,
-  one after the other. A link that moves in both directions at once takes half of it.
+- move s: the time in which this comes to the chip and goes back, parameters twice to
+  the chip, at 16, 32 and 64 GB/s, one after the other. A link that moves in both
+  directions at once takes about half of it.
 - free from: the tokens of a step whose arithmetic takes as long, at each of these
   rates, on a chip that does half of its bfloat16 peak. A token takes 8 operations for
   each parameter: 2 forward, 2 again since layers are computed again, and 4 backward.
@@ -240,7 +242,9 @@ def row(name, training, machine):
     model = jax.tree.leaves(transformer(layers, **MODEL))
     parameters = sum(x.size for x in model)
     itemsize = jnp.dtype(training.dtype).itemsize
-    seconds = [2 * on_host * 2**30 / rate for rate in (16e9, 32e9, 64e9)]
+    moved = 2 * on_host * 2**30
+    moved += parameters * itemsize if training.params_too else 0  # Forward pass.
+    seconds = [moved / rate for rate in (16e9, 32e9, 64e9)]
     tokens = [s * machine.peak / 2 / (8 * parameters) for s in seconds]
     sequence = layers * LENGTH * MODEL["width"] * itemsize / 2**30
     return {
@@ -395,7 +399,8 @@ def main():
         rows = json.loads(path.read_text())["rows"]
     known = {line["name"]: line for line in rows}
     for name, training in TRAININGS.items():
-        if name in options.only and name not in known:
+        can_count = machine.target != "h100" or not training.on_host
+        if can_count and name in options.only and name not in known:
             known[name] = row(name, training, machine)
             rows = [known[name] for name in TRAININGS if name in known]
             report(machine.title, rows, path)
