@@ -2,11 +2,11 @@
 
 ``python -m benchmarks.largest --machine v5e`` compiles whole steps, and runs none.
 Like ``benchmarks.compilers`` it needs libtpu, or for ``--machine h100`` CUDA's JAX. On
-a described GPU JAX drops the host's memory, so the host's trainings are left out. The
-layers of the transformer are scanned, with width 2,048 and ``jax.checkpoint``. A batch
-is one sequence of 1,024 tokens. A training gets as many layers as fit both memories,
-the chip's and nine tenths of the host's. The compiler of a TPU refuses a program that
-needs more than the chip has, and says how much it needs.
+a described GPU JAX drops the host's memory, so trainings with arrays there are left
+out. The layers of the transformer are scanned, with width 2,048 and ``jax.checkpoint``.
+A batch is one sequence of 1,024 tokens. A training gets as many layers as fit both
+memories, the chip's and nine tenths of the host's. The compiler of a TPU refuses a
+program that needs more than the chip has, and says how much it needs.
 
 ``--run NAME --layers N`` trains such a model on the device that is there, and prints
 what was measured: the losses, the median time of a step, the device's own peak, and
