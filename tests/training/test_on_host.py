@@ -208,8 +208,7 @@ def test_parameters_there_in_two_passes():
 
 @pytest.mark.parametrize("layers", [(), ("blocks",)])
 def test_a_frozen_base_there(layers):
-    learns = {"blocks": {"w": False, "b": True}, "head": False, "gain": True}
-    check(optax.adam(1e-2), layers=layers, trainable=learns, params_too=True)
+    check(optax.adam(1e-2), layers=layers, trainable=LEARNS, params_too=True)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
@@ -249,6 +248,39 @@ def test_the_order_in_which_gradients_are_known(wrap):
     names = dict(enumerate("abc"))
     (scan,) = stacks.find_scans(closed, range(4), names, frozen=()).scans
     assert [names[n] for n in scan.backwards] == ["a", "c", "b"]
+
+
+def reversed_loss(p, x):
+    """From the last layer to the first, and vectors that another loop reads."""
+
+    def layer(x, w):
+        return x + jnp.tanh(x @ w), None
+
+    x, _ = jax.lax.scan(layer, x, p["blocks"]["w"], reverse=True)
+    x, _ = jax.lax.scan(lambda x, b: (x + b, None), x, p["blocks"]["b"])
+    return jnp.mean((x @ p["head"] * p["gain"]) ** 2)
+
+
+LEARNS = {"blocks": {"w": False, "b": True}, "head": False, "gain": True}
+
+
+@pytest.mark.parametrize(
+    ("tx", "how"),
+    [
+        (optax.adamw(1e-2), {"loss_fn": reversed_loss}),
+        pytest.param(optax.adamw(1e-2), {"trainable": LEARNS}, marks=pytest.mark.slow),
+        pytest.param(
+            optax.chain(gx.clip_by_global_norm(0.1), optax.adam(1e-2)),
+            {"two_passes": True},
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["reversed", "frozen", "two passes"],
+)
+def test_loops_for_tpu(tx, how, monkeypatch):
+    """They carry the next layer, and write in the order of the gradients."""
+    monkeypatch.setattr(compilers, "on_tpu", lambda special, _: special)
+    check(tx, layers=("blocks",), params_too=True, **how)
 
 
 def test_a_step_of_your_own():
