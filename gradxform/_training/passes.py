@@ -28,6 +28,8 @@ from gradxform._training.stacks import Scan, StackedLoss
 if TYPE_CHECKING:
     from jax.extend.core import Var
 
+# The numbers of layers: a constant, or an array that waits for something.
+Numbers: TypeAlias = np.ndarray | jax.Array
 # Values, or gradients, by the variables of a loss.
 Values: TypeAlias = "dict[Var, Any]"
 
@@ -74,7 +76,7 @@ class ScanPass:
     active_results: Collection[int]
 
     def run(
-        self, gradients: Values, wholes: Numbered, each: jax.Array, apply: OfLayer
+        self, gradients: Values, wholes: Numbered, each: Numbers, apply: OfLayer
     ) -> tuple[Numbered, LayerParts]:
         """Calls ``apply`` with the gradients of each layer, from the last to the first.
 
@@ -168,7 +170,7 @@ class BackwardPass:
     passes: Sequence[DensePass | ScanPass]
     of_loss: Values
     leaves: Mapping[int, Var]
-    each: Sequence[jax.Array]
+    each: Sequence[Numbers]
 
     def after(self, known: list[jax.Array]) -> BackwardPass:
         """The same, but no layer begins before ``known`` are known.
@@ -272,11 +274,8 @@ def _scanned(
         parts |= _now(scan, there, i, ahead)
         given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
         results = scan.layer_results(given)
-        ahead = _ahead(scan, there, following)
-        return (results[:num_carry], stacks | there, ahead), (
-            carry,
-            results[num_carry:],
-        )
+        kept = results[:num_carry], stacks | there, _ahead(scan, there, following)
+        return kept, (carry, results[num_carry:])
 
     stacks = {n: values[leaves[n]] for n in axes}
     on_host = [n for n in scan.backwards if host.is_on_host(stacks[n])]
@@ -302,7 +301,7 @@ def _scanned(
     return ScanPass(scan, inputs, carries, kept, learning, learning_results)
 
 
-def _one_ahead(each: Any, *, reverse: bool) -> tuple[Any, Any]:
+def _one_ahead(each: Numbers, *, reverse: bool) -> tuple[Any, Numbers]:
     """The first layer of a loop, and for each layer the one after it.
 
     After the last one comes the first one again, which is read for nothing.
@@ -330,9 +329,8 @@ def _ahead(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
     types = jax.make_jaxpr(read)(stacks, i).out_avals
 
     def zeros(*_: Any) -> Numbered:
-        return dict(
-            zip(sorted(stacks), map(constants.zeros_of_type, types), strict=True)
-        )
+        made = map(constants.zeros_of_type, types)
+        return dict(zip(sorted(stacks), made, strict=True))
 
     return compilers.on_tpu(read, zeros)(stacks, i)
 
@@ -351,7 +349,7 @@ def _now(scan: Scan, stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbere
     return compilers.on_tpu(carried, read)(stacks, i, ahead)
 
 
-def _numbers(scan: Scan) -> Any:  # An array of NumPy or of JAX.
+def _numbers(scan: Scan) -> np.ndarray:
     """int32[n], the numbers of a scan's layers, as a constant.
 
     XLA for GPU then knows where each layer lies, and copies it to or from the host. An
