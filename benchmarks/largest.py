@@ -288,7 +288,7 @@ def draw(files, theme):
             ax.annotate(said, (billions, place), va="center")
         place, before = place + 0.8, dtype
     chip = files[0]["title"].split(", ")[0]
-    ax.set_title(f"The largest model that one chip trains: {chip}", fontsize=11)
+    ax.set_title(f"The largest model on one {chip}", fontsize=11)
     largest = max(line["parameters"] for rows in known for line in rows.values())
     ax.set_xlim(0, 1.6 * largest)
     ax.set_ylim(place - 0.3, 0)
