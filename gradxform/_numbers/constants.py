@@ -69,7 +69,10 @@ def _traced_full_like(
     placed = there.update(spec=P(*there.spec[:axes])) if explicit else None
 
     def constant(p: jax.Array) -> jax.Array:
-        return jnp.full(p.shape[:axes], value, dtype, out_sharding=placed)
+        if placed is None:
+            return jnp.full(p.shape[:axes], value, dtype)
+        number = jnp.full((), value, dtype)
+        return jax.lax.broadcast(number, p.shape[:axes], out_sharding=placed)
 
     def computed(p: jax.Array) -> jax.Array:
         # Minus 0, as plus 0 would turn a -0.0 into a 0.0.
