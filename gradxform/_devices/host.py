@@ -54,7 +54,8 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     ``--xla_tpu_impure_enable_large_2nd_minor_entry_layout=false`` before JAX starts.
     Otherwise such arrays come whole. For 16 layers of width 512, in bfloat16 with a
     rest and an Adam's state of 8 bits, a step on v5e keeps 0.4 N with it, and 1.7 N
-    without.
+    without. If arrays of 8 bits are on the device, leave it out: a v6e needs more
+    memory with it.
 
     Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
     after the first step, and compiles the second one again. On a mesh of explicit axes
