@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._jax import compilers
 from tests.conftest import pairwise
 from tests.descriptors import DESCRIPTORS, UNGATED, factory
 
@@ -100,6 +101,21 @@ def test_state_lies_where_parameters_lie(factory, mode, init):
         optax.tree.map_params(
             txs[name], check, state, specs, draw(0), transform_non_params=alone
         )
+
+
+@pytest.mark.parametrize("devices", [None, 1, 2])
+def test_new_state_is_a_constant_where_its_place_is_known(devices, monkeypatch):
+    """On several devices of automatic axes it is computed from its parameter."""
+    monkeypatch.setattr(compilers, "on_cpu", lambda special, plain: plain)
+    init, w = gx.scale_by_adagrad().init, jnp.ones((8, 3))
+    if devices:
+        mesh = jax.make_mesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+        w = jax.device_put(w, NamedSharding(mesh, P("x")))
+    make = jax.jit(init)
+    assert (" sub " in str(make.trace(w).jaxpr)) == (devices == 2)
+    state = make(w)
+    assert state.sum_of_squares.sharding.is_equivalent_to(w.sharding, 2)
+    chex.assert_trees_all_equal(state, init(w))
 
 
 def test_state_is_made_inside_shard_map_over_one_device():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -147,13 +147,14 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
 
     chosen = whole
     if can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]:
-        takes_layers = x.dtype.itemsize > 1 or compilers.slices_bytes()
-        elsewhere = by_layer if takes_layers else compilers.on_tpu(whole, by_layer)
+        elsewhere = by_layer
+        if _moves_whole_on_tpu(x):
+            elsewhere = compilers.on_tpu(whole, by_layer)
         chosen = compilers.on_cpu(whole, elsewhere)
     return chosen(x, *jax.tree.leaves(last))
 
 
-def is_on_host(x: object) -> bool:
+def is_on_host(x: object) -> TypeGuard[jax.Array]:
     """Whether an array lies in the host's memory."""
     if not isinstance(x, jax.Array):
         return False
@@ -181,18 +182,25 @@ def with_bytes(
     """
     given = learning, params, state
 
-    def are_bytes(x: Any) -> bool:  # Any leaf.
-        return is_on_host(x) and dtypes.dtype_of(x).itemsize == 1
+    def comes_whole(x: object) -> bool:
+        return is_on_host(x) and _moves_whole_on_tpu(x)
 
     def whole(*given: PyTree[Any]) -> tuple[Any, optax.Params, optax.OptState]:
-        brought = maps.map_leaves(lambda x: to_device(x) if are_bytes(x) else x, given)
+        brought = maps.map_leaves(
+            lambda x: to_device(x) if comes_whole(x) else x, given
+        )
         result, *new = step(*brought)
         params, state = to_memory_of(tuple(new), given[1:])
         return result, params, state
 
-    if compilers.slices_bytes() or not any(map(are_bytes, jax.tree.leaves(given))):
+    if not any(map(comes_whole, jax.tree.leaves(given))):
         return step(*given)
     return compilers.on_tpu(whole, step)(*given)
+
+
+def _moves_whole_on_tpu(x: jax.Array) -> bool:
+    """Whether the compiler for TPU takes no layers of it from the host, or to it."""
+    return x.dtype.itemsize == 1 and not compilers.slices_bytes()
 
 
 def to_device_after(

@@ -22,7 +22,7 @@ from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._jax.jaxprs import Part
 from gradxform._numbers import constants
-from gradxform._training.by_layer import LayerParts, Numbered, OfLayer
+from gradxform._training.by_layer import Layer, LayerParts, Numbered, OfLayer
 from gradxform._training.stacks import Scan, StackedLoss
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ScanPass:
             of_carry = {k: of_inputs[num_consts + k] for k in of_carry}
             of_scanned = {k: g for k, g in of_inputs.items() if k >= start}
             of_parts = {n: of_parts[n] for n in self.scan.backwards if n in of_parts}
-            wholes, given = apply(i, wholes, parts, of_parts)
+            wholes, given = apply(Layer(i, parts, of_parts), wholes)
             ahead = _ahead(self.scan, self._stacks(wholes)[0], following)
             return (wholes, ahead, stacks, sums, of_carry), (of_scanned, given)
 
@@ -328,7 +328,7 @@ def _ahead(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
     read = functools.partial(_layers, scan)
     types = jax.make_jaxpr(read)(stacks, i).out_avals
 
-    def zeros(*_: Any) -> Numbered:
+    def zeros(*_: object) -> Numbered:
         made = map(constants.zeros_of_type, types)
         return dict(zip(sorted(stacks), made, strict=True))
 

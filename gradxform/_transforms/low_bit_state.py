@@ -269,11 +269,11 @@ def _traced_state(
         n, there = _blocks(x.shape[axis], block_size), jax.typeof(x).sharding
         result = program.jaxpr.outvars[number - 1]
         value = jaxprs.number_off_cpu(program.jaxpr, result)
-        make, used = jaxprs.result(program, number - 1, jax.tree.leaves(params))
         encode: Callable[[jax.Array], _Encoded]
         if not axis or x.ndim < 3 or there.spec[0]:
             encode = functools.partial(_encoded_after, x, axis, n)
         else:
+            make, used = jaxprs.result(program, number - 1, jax.tree.leaves(params))
             encode = functools.partial(
                 _encoded_by_layer, make, used, len(x), axis - 1, n
             )

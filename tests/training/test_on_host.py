@@ -188,9 +188,7 @@ def test_parameters_there(name, layers):
 @pytest.mark.parametrize("bytes_of_rest", [1, 2])
 def test_parameters_in_half_precision_there(bytes_of_rest, layers):
     tx = gx.master_weights(optax.adamw(1e-2))
-    if bytes_of_rest == 1:
-        inner = gx.low_bit_state(optax.adamw(1e-2), min_size=512, block_size=8)
-        tx = gx.master_weights(inner, residual_dtype="int8")
+    tx = SEVEN_BYTES if bytes_of_rest == 1 else tx
     check(tx, lambda: start("bfloat16"), layers=layers, params_too=True)
 
 
