@@ -352,6 +352,14 @@ def own_state(state: optax.OptState, expected: optax.OptState) -> None:
         raise _not_own(*_other_node(state, expected))
 
 
+def own_shapes(state: optax.OptState, expected: optax.OptState) -> None:
+    """Raises ``TypeError`` if a state has not the shapes that ``init`` makes."""
+    wanted = dict(jax.tree.leaves_with_path(expected))
+    for path, x in jax.tree.leaves_with_path(state):
+        if path in wanted and np.shape(x) != np.shape(wanted[path]):
+            raise _not_own(path, describe(x), describe(wanted[path]))
+
+
 def own_kind(state: optax.OptState, kind: type) -> None:
     """Raises ``TypeError`` if a state is not of the class that ``init`` makes."""
     if not isinstance(state, kind):

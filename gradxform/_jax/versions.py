@@ -89,11 +89,33 @@ _SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
 SCATTERS = frozenset(_SCATTERS.split())
 
 
+# These give each entry of all devices along mesh axes to the same entry.
+OVER_MESH = frozenset({"pmax", "pmin", "ppermute", "psum", "psum_invariant"})
+# Parameters that do not say where entries go, whatever the operation: they say what is
+# computed, in which dtype, how, on which devices, or in which order along another axis.
+_NO_PLACES = """
+    bit_width computation dtype fill_value index_dtype indices_are_sorted is_stable
+    jaxpr k mode num_keys out_sharding precision preferred_element_type reverse sharding
+    sizes unique_indices unroll update_consts update_jaxpr
+"""
+# What `scan_lengths` reads, and parameters of `scan` that say nothing more.
+SCAN_LENGTHS = frozenset({"ft_in", "num_carry", "num_consts"})
+_OF_SCAN = frozenset({"_split_transpose", "ft_out", "linear"})
+NO_PLACES = frozenset(_NO_PLACES.split()) | _OF_SCAN
+
+
 def varying_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:
     """The manual mesh axes over which an array of this type differs by device."""
     if hasattr(x_type, "manual_axis_type"):  # From JAX 0.10 on.
         return x_type.manual_axis_type.varying
     return getattr(x_type, "vma")  # noqa: B009
+
+
+def mesh_axes(eqn: jax.extend.core.JaxprEqn) -> tuple[object, ...]:
+    """The axes of an operation of ``OVER_MESH``: names, or those of arrays."""
+    if "axes" in eqn.params:
+        return tuple(eqn.params["axes"])
+    return tuple(jax.tree.leaves(eqn.params["axis_name"]))  # That of `ppermute`.
 
 
 def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:

@@ -45,7 +45,7 @@ class Rows:
     def policy(self) -> Policy:
         """A sum leaves out padding."""
         # Devices may have other rows, and other numbers of them.
-        refused = versions.SAME_VALUES - versions.ELEMENTWISE
+        refused = versions.OVER_MESH | versions.SAME_VALUES - versions.ELEMENTWISE
         return Policy("row", "table", refused, self._add_up)
 
     def _add_up(

@@ -134,6 +134,7 @@ def lazy(
                     "optax.monitor (use optax.snapshot)"
                 )
         except MixedSlicesError as error:
+            structures.own_shapes(state, jax.eval_shape(inner.init, whole))
             names = ", ".join(map(structures.path_name, rows.tables))
             raise RowSparseError(
                 "gradxform.lazy runs its inner transformation on rows of the table "

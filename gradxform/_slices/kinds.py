@@ -246,10 +246,14 @@ class States(NamedTuple):
             where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
             one, whole = self.policy.slice, self.policy.whole
             hint = "".join(self.hints.get(name, "") for name in names[:1])
+            if owner is None and not hint:
+                hint = ": make it from the parameter in init, by jax.tree.map"
             lacks = reason or f"has no {one} for each {one} of the {whole}{hint}"
             found[path] = error = MixedSlicesError(
                 f"the state {where}, of shape {list(shape)}, {lacks}"
             )
+            if array is None and self.policy.is_numbered:
+                continue  # It may be read, like a constant.
             if reason or array is None or shape != other or _may_have(array, shape):
                 raise error
         return found

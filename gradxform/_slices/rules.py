@@ -2,7 +2,7 @@
 
 An array may have slices along an axis, such as the rows of a table or the layers of a
 stack. A rule says along which axis of the result they lie. An operation without a rule
-may mix them.
+may mix them, and so may one with a parameter that its rule does not know.
 """
 
 from __future__ import annotations
@@ -41,7 +41,31 @@ class Along(NamedTuple):
 
 # (equation, number of an operand, its slices, how many) -> those of the result, or None
 # if the operation mixes them, or if the operand is the same for each slice
-Rule: TypeAlias = Callable[["JaxprEqn", int, Along, int], Along | None]
+After: TypeAlias = Callable[["JaxprEqn", int, Along, int], Along | None]
+
+
+class Rule(NamedTuple):
+    """A rule of the table.
+
+    Attributes:
+      after: the function that says where the slices of a result lie.
+      reads: the parameters that it reads, because they say where entries go. None: no
+        parameter of the operation says that.
+    """
+
+    after: After
+    reads: frozenset[str] | None = None
+
+    @classmethod
+    def of(cls, after: After, *reads: str) -> Rule:
+        """A rule that reads these parameters."""
+        return cls(after, frozenset(reads))
+
+    def knows(self, eqn: JaxprEqn) -> bool:
+        """Whether no other parameter of the equation may say where entries go."""
+        if self.reads is None:
+            return True
+        return eqn.params.keys() <= self.reads | versions.NO_PLACES
 
 
 def shape_of(x: Any) -> Shape:
@@ -73,9 +97,13 @@ def _transposed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along
 
 
 def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    """The entries of each slice stay together, and in order."""
+    """The entries of each slice stay together, and in order.
+
+    ``dimensions`` is the order in which the axes are read, as in Fortran's.
+    """
     shape, made = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
-    in_front = math.prod(shape[: along.axis])
+    axes = eqn.params["dimensions"] or tuple(range(len(shape)))
+    in_front = math.prod(shape[a] for a in axes[: axes.index(along.axis)])
     for axis, size in enumerate(made):
         if math.prod(made[:axis]) == in_front and size and not size % number:
             return Along(axis, size // number)
@@ -94,6 +122,15 @@ def _beside(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | N
 def _in_front(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
     del operand, number
     return along if along.axis < len(shape_of(eqn.invars[0])) - 2 else None
+
+
+def _cut(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """The axis of the slices is left as it is."""
+    del number
+    axis, size = along.axis, shape_of(eqn.invars[operand])[along.axis]
+    names = ("start_indices", "limit_indices", "strides")
+    cut = [(eqn.params[name] or {axis: 1})[axis] for name in names]
+    return along if cut == [0, size, 1] else None
 
 
 def _stacked(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
@@ -189,25 +226,37 @@ def _drawn(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(versions.ELEMENTWISE | versions.SAME_VALUES, _elementwise),
-    **dict.fromkeys(versions.REDUCTIONS, _reduced),
-    **dict.fromkeys(versions.OWN_AXES, _beside),
-    **dict.fromkeys(versions.OF_MATRICES, _in_front),
-    **dict.fromkeys(versions.SCATTERS, _scattered),
-    Op.BROADCAST: _broadcast,
-    Op.DOT: _multiplied,
-    Op.DYNAMIC_SLICE: _elementwise,
-    Op.DYNAMIC_UPDATE_SLICE: _written,
-    Op.GATHER: _read,
-    Op.IOTA: _elementwise,
-    Op.PAD: _padded,
-    Op.RANDOM_BITS: _drawn,
-    Op.RESHAPE: _reshaped,
-    Op.SCAN: _scanned,
-    Op.SLICE: _elementwise,  # Where it leaves an axis as it is.
-    Op.STACK: _stacked,
-    Op.TRANSPOSE: _transposed,
+    **dict.fromkeys(versions.ELEMENTWISE | versions.SAME_VALUES, Rule(_elementwise)),
+    **dict.fromkeys(versions.REDUCTIONS, Rule.of(_reduced, "axes")),
+    **{op: Rule.of(_beside, axes) for op, axes in versions.OWN_AXES.items()},
+    **dict.fromkeys(versions.OF_MATRICES, Rule(_in_front)),
+    **dict.fromkeys(versions.SCATTERS, Rule.of(_scattered, "dimension_numbers")),
+    Op.BROADCAST: Rule.of(_broadcast, "broadcast_dimensions", "shape"),
+    Op.DOT: Rule.of(_multiplied, "dimension_numbers"),
+    Op.DYNAMIC_SLICE: Rule.of(_elementwise, "slice_sizes"),
+    Op.DYNAMIC_UPDATE_SLICE: Rule.of(_written),
+    Op.GATHER: Rule.of(_read, "dimension_numbers", "slice_sizes"),
+    Op.IOTA: Rule.of(_elementwise, "dimension", "shape"),
+    Op.PAD: Rule.of(_padded, "padding_config"),
+    Op.RANDOM_BITS: Rule.of(_drawn, "shape"),
+    Op.RESHAPE: Rule.of(_reshaped, "dimensions", "new_sizes"),
+    Op.SCAN: Rule.of(_scanned, "length", *versions.SCAN_LENGTHS),
+    Op.SLICE: Rule.of(_cut, "start_indices", "limit_indices", "strides"),
+    Op.STACK: Rule.of(_stacked, "axis"),
+    Op.TRANSPOSE: Rule.of(_transposed, "permutation"),
 }
+
+
+def after(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+    """The slices of a result, from those of an operand that has ``number`` of them.
+
+    None: the operation mixes them, or nothing is known of it, or the operand is the
+    same for each slice.
+    """
+    rule = RULES.get(jaxprs.name_of(eqn))
+    if rule is None or not rule.knows(eqn):
+        return None
+    return rule.after(eqn, operand, along, number)
 
 
 def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
@@ -27,7 +29,7 @@ from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
 from gradxform._numbers import arithmetic, norms
-from gradxform._slices.rules import RULES, Along, is_made, resized, shape_of
+from gradxform._slices.rules import RULES, Along, after, is_made, resized, shape_of
 from gradxform._trees import maps
 from gradxform._trees.types import Path, PyTree
 
@@ -80,7 +82,7 @@ class Constant:
     array: Any  # Also of NumPy.
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Deferred:
     """The result of an equation that makes an array, or that reads only such arrays."""
 
@@ -95,16 +97,19 @@ class Missing(NamedTuple):
     Attributes:
       reason: why the slices that are there do not give it.
       is_given: whether it was given, and no operation has used it yet.
+      is_absent: whether the cause is an argument that is not there now.
     """
 
     reason: str
     is_given: bool = False
+    is_absent: bool = False
 
     def used(self, eqn: JaxprEqn) -> Missing:
         """The result of an operation that needs it."""
         if not self.is_given:
             return self
-        return Missing(f"{self.reason}, by {jaxprs.place(eqn)}")
+        reason = f"{self.reason}, by {jaxprs.place(eqn)}"
+        return Missing(reason, is_absent=self.is_absent)
 
 
 # An array without slices, a literal, or one of the classes above.
@@ -122,12 +127,15 @@ class Policy(NamedTuple):
       refused: operations that it does not take, in spite of their rules.
       add_up: (equation, kinds of its operands, operands) -> the results of an equation
         that adds up all slices; None if it must not.
+      is_numbered: whether a slice knows its number. So it may read arrays that have one
+        entry for each slice.
     """
 
     slice: str
     whole: str
     refused: Collection[str]
     add_up: Callable[[JaxprEqn, list[Kind | None], list[Any]], list[jax.Array] | None]
+    is_numbered: bool = False
 
 
 class Notes(NamedTuple):
@@ -187,17 +195,27 @@ class Evaluator:
       known: the results of some equations, which a first pass has found out.
       notes: of a first pass. Effects wait for the second one.
       at: the place of the equation that this part of a program is inside of.
+      first: int32[] for each source, the number of its first slice that is there.
+        Others follow it. Without it nobody knows the numbers of slices.
+      made: deferred results that are there already, as slices or, for None, whole. One
+        that many equations read is made once.
     """
 
     policy: Policy
     known: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
     notes: Notes | None = None
     at: Place = ()
+    first: Mapping[Source, jax.Array] = dataclasses.field(default_factory=dict)
+    made: dict[tuple[Deferred, Kind | None], Any] = dataclasses.field(
+        default_factory=dict
+    )
 
     def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """The results of a jaxpr; some of them may be missing, as some inputs are."""
         consts = [Constant(x) if shape_of(x) else x for x in closed.consts]
-        return jaxprs.run(closed.jaxpr, [*consts, *inputs], self.apply)
+        # Nobody outside of a trace can use an array that is made in it.
+        once = dataclasses.replace(self, made={})
+        return jaxprs.run(closed.jaxpr, [*consts, *inputs], once.apply)
 
     def arrays(
         self, values: Iterable[Value], kinds: Iterable[Kind | None]
@@ -207,7 +225,8 @@ class Evaluator:
         Raises:
           MixedSlicesError: one of them is missing, or has no such slices.
         """
-        return list(map(self._array, values, kinds))
+        once = dataclasses.replace(self, made={})
+        return list(map(once._array, values, kinds))
 
     def _array(
         self, x: Value, kind: Kind | None, eqn: JaxprEqn | None = None
@@ -237,9 +256,9 @@ class Evaluator:
             # A sum over a mesh axis is an effect, too, but only its result counts.
             is_effect = eqn.effects and (not eqn.outvars or jaxprs.calls_host(eqn))
             # It may belong to a later part of the program.
-            if is_effect and self.notes is None and not missing[0].is_given:
-                raise MixedSlicesError(missing[0].reason)
-            return [missing[0].used(eqn)] * len(eqn.outvars)
+            if is_effect and self.notes is None and not missing.is_given:
+                raise MixedSlicesError(missing.reason)
+            return [missing.used(eqn)] * len(eqn.outvars)
         try:
             return self._by_rule(name, inputs, eqn)
         except MixedSlicesError as error:  # Perhaps nobody needs its results.
@@ -281,9 +300,9 @@ class Evaluator:
 
     def _after(self, name: str, eqn: JaxprEqn, operand: int, kind: Kind) -> Kind | None:
         """The slices of a result, from those of an operand."""
-        if name not in RULES or name in self.policy.refused:
+        if name in self.policy.refused:
             return None
-        along = RULES[name](eqn, operand, kind.along, kind.source.number)
+        along = after(eqn, operand, kind.along, kind.source.number)
         return along and Kind(kind.source, along)
 
     def _operands(
@@ -317,12 +336,19 @@ class Evaluator:
             if isinstance(x, Deferred):
                 return self._made(x, kind)
         except MixedSlicesError:
-            if source.number > 1:
+            is_short = math.prod(shape := shape_of(x.eqn.outvars[0])) == max(shape)
+            if source.number > 1 and not (is_short and source in self.first):
                 raise
         if source.number == 1:  # It is the only slice.
             array = self._whole(x)
             times = [source.given if a == along.axis else 1 for a in range(array.ndim)]
             return array if source.given == 1 else jnp.tile(array, times)
+        if source in self.first:
+            start, size = self.first[source], along.entries * source.given
+            array = jnp.asarray(self._whole(x))
+            return jax.lax.dynamic_slice_in_dim(
+                array, start * along.entries, size, along.axis
+            )
         if isinstance(x, Constant):
             raise MixedSlicesError(
                 f"its update has a constant of shape {list(shape_of(x.array))}, which "
@@ -333,19 +359,30 @@ class Evaluator:
 
     def _made(self, x: Deferred, kind: Kind) -> jax.Array:
         """A deferred result as slices."""
-        name, eqn = x.name, x.eqn
+        if (x, kind) in self.made:
+            return self.made[x, kind]
+        name, eqn, along = x.name, x.eqn, kind.along
         kinds, operands = self._operands(name, x.inputs, eqn, kind)
-        is_read = any(kinds) or is_made(name, eqn, kind.along)
-        if not is_read or name in self.policy.refused:
+        is_read = any(kinds) or is_made(name, eqn, along)
+        is_counted = not is_read and name == Op.IOTA and kind.source in self.first
+        if not (is_read or is_counted) or name in self.policy.refused:
             self._mixes(eqn)
-        eqn = resized(name, eqn, kind.along, kind.source.given)
-        return versions.evaluate(eqn, operands)[0]
+        eqn = resized(name, eqn, along, kind.source.given)
+        (array,) = versions.evaluate(eqn, operands)
+        if is_counted:
+            start = self.first[kind.source] * along.entries
+            array = array + start.astype(array.dtype)
+        self.made[x, kind] = array
+        return array
 
     def _whole(self, x: Value) -> Any:
         """A value without slices as an array, or as it is."""
-        if isinstance(x, Deferred):
-            return versions.evaluate(x.eqn, list(map(self._whole, x.inputs)))[0]
-        return x.array if isinstance(x, (Constant, Slices)) else x
+        if not isinstance(x, Deferred):
+            return x.array if isinstance(x, (Constant, Slices)) else x
+        if (x, None) not in self.made:
+            (array,) = versions.evaluate(x.eqn, list(map(self._whole, x.inputs)))
+            self.made[x, None] = array
+        return self.made[x, None]
 
     def _mixes(self, eqn: JaxprEqn | None = None) -> NoReturn:
         how = "in its results" if eqn is None else f"by {jaxprs.place(eqn)}"
@@ -360,7 +397,7 @@ class Evaluator:
 
     def _traced(self) -> Evaluator:
         """The same within another trace: nobody outside can use values from there."""
-        return dataclasses.replace(self, notes=None)
+        return dataclasses.replace(self, notes=None, made={})
 
     def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return self._inside(eqn).results(eqn.params["jaxpr"], inputs)
@@ -375,7 +412,7 @@ class Evaluator:
         xs = [x if isinstance(x, _READ) else self._whole(x) for x in inputs[start:]]
         if any(isinstance(x, Slices) and not x.kind.along.axis for x in xs):
             if missing := _missing(inputs):
-                return [missing[0].used(eqn)] * len(eqn.outvars)
+                return [missing.used(eqn)] * len(eqn.outvars)
             return self._of_slices(Op.SCAN, inputs, eqn)
         inside, each = self._inside(eqn)._traced(), [_moved(x, -1) for x in xs]
 
@@ -448,12 +485,14 @@ class Evaluator:
     ) -> tuple[list[Value], list[Value]]:
         """The first carry of a loop, like the carry that its steps give.
 
-        The results of a step, as they are traced, are returned, too.
+        The results of a step are returned, too, without their arrays.
         """
         carry, made = list(map(jaxprs.as_array, carry, eqn.outvars)), list[Value]()
 
         def f(given: Numbered, *x: Numbered) -> tuple[Numbered, None]:
-            made[:] = step(_filled(carry, given), *x)
+            new = step(_filled(carry, given), *x)
+            pairs = itertools.zip_longest(new, carry)
+            made[:] = [y if y is x else _without_array(y) for y, x in pairs]
             return given, None
 
         while True:
@@ -478,7 +517,8 @@ class Evaluator:
         positions: Iterable[int],
     ) -> Numbered:
         """Results at these positions as arrays, with the slices that others have."""
-        return {k: self._array(new[k], _kind(like[k]), eqn) for k in positions}
+        once = dataclasses.replace(self, made={})
+        return {k: once._array(new[k], _kind(like[k]), eqn) for k in positions}
 
     def _carried(self, x: Value, y: Value, eqn: JaxprEqn) -> Value:
         """A carry like the one that a step gives for it."""
@@ -494,6 +534,15 @@ class Evaluator:
         after = versions.evaluate(eqn, list(given.values())) if given else []
         new = dict(zip(given, after, strict=True))
         return _filled(inputs, new)
+
+    def _over_mesh(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Each result is one of the inputs, of all devices along named axes."""
+        is_named = all(isinstance(axis, str) for axis in versions.mesh_axes(eqn))
+        if not is_named or jaxprs.name_of(eqn) in self.policy.refused:
+            self._mixes(eqn)
+        there = [self._whole(x) if isinstance(x, _UNREAD) else x for x in inputs]
+        results = self._barrier(eqn, there)
+        return [x.used(eqn) if isinstance(x, Missing) else x for x in results]
 
     def _cond(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a conditional; one is missing if it is in any branch."""
@@ -526,21 +575,24 @@ class Evaluator:
         """``jax.lax.switch`` over functions of arrays whose results are any values."""
         made: list[list[Value]] = []
         for n in range(number):  # So each branch knows what the others have.
-            jax.eval_shape(lambda x, n=n: made.append(results(n, x)), given)
+            jax.eval_shape(
+                lambda x, n=n: made.append(list(map(_without_array, results(n, x)))),
+                given,
+            )
         columns = list(zip(*made, strict=True))
         kinds = [next(filter(None, map(_kind, column)), None) for column in columns]
         missing = list(map(_missing, columns))
 
         def taken(n: int, given: Numbered) -> list[jax.Array]:
             made = zip(results(n, given), kinds, missing, strict=True)
-            there = [(x, kind) for x, kind, reasons in made if not reasons]
+            there = [(x, kind) for x, kind, reason in made if not reason]
             return self.arrays(*zip(*there, strict=True)) if there else []
 
         sides = [functools.partial(taken, n) for n in range(number)]
         arrays = iter(jax.lax.switch(index, sides, given))
         return [
-            reasons[0] if reasons else _of_kind(next(arrays), kind)
-            for reasons, kind in zip(missing, kinds, strict=True)
+            reason or _of_kind(next(arrays), kind)
+            for reason, kind in zip(missing, kinds, strict=True)
         ]
 
     def _custom_jvp(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -553,25 +605,30 @@ class Evaluator:
             return versions.evaluate(eqn, list(map(self._whole, inputs)))
         if self.notes is not None:  # As in a conditional.
             run(inputs)
-        inside = self._inside(eqn)._traced()
         given = [self._beside(x, k, eqn, inputs) for k, x in enumerate(inputs)]
-        kinds: list[Kind | None] = []
+        before, kinds = list(map(_kind, given)), list[Kind | None]()
+        # A program keeps the rule, so the rule may keep no array of this trace.
+        rebuild, own = self._inside(eqn)._rebuilt()
 
-        def results(program: ClosedJaxpr, *arrays: jax.Array) -> list[Value]:
-            pairs = zip(arrays, given * (len(arrays) // len(given)), strict=True)
-            values = inside.results(program, [_like(x, old) for x, old in pairs])
+        def results(
+            inside: Evaluator, program: ClosedJaxpr, *arrays: jax.Array
+        ) -> list[Value]:
+            each = before * (len(arrays) // len(before))
+            values = inside.results(program, list(map(_of_kind, arrays, each)))
             kinds[:] = map(_kind, values[:number])
             return values
 
         @jax.custom_jvp
-        def f(*arrays: jax.Array) -> list[jax.Array]:
-            return inside.arrays(results(closed, *arrays), kinds)
+        def f(own: Any, *arrays: jax.Array) -> list[jax.Array]:
+            inside = rebuild(own)
+            return inside.arrays(results(inside, closed, *arrays), kinds)
 
         @f.defjvp
         def rule(
             primals: Sequence[Any], tangents: Sequence[Any]
         ) -> tuple[list[Any], list[Any]]:
-            values = results(_derivative(eqn), *primals, *tangents)
+            inside, arrays = rebuild(primals[0]), (*primals[1:], *tangents[1:])
+            values = results(inside, _derivative(eqn), *arrays)
             new = inside.arrays(values[:number], kinds)
             pairs = zip(new, kinds, strict=True)
             real = [kind for x, kind in pairs if _is_real(x)]
@@ -581,8 +638,23 @@ class Evaluator:
                 for x in new
             ]
 
-        arrays = f(*map(self._whole, given))
+        arrays = f(own, *map(self._whole, given))
         return list(map(_of_kind, arrays, kinds))
+
+    def _rebuilt(self) -> tuple[Callable[[Any], Evaluator], Any]:
+        """A function that makes the same evaluator of the arrays of a trace, and these.
+
+        The function itself keeps no array.
+        """
+        bare = dataclasses.replace(self, known={}, first={}, notes=None, made={})
+        places, sources = list(self.known), list(self.first)
+
+        def rebuild(arrays: Any) -> Evaluator:
+            known = dict(zip(places, arrays[0], strict=True))
+            first = dict(zip(sources, arrays[1], strict=True))
+            return dataclasses.replace(bare, known=known, first=first)
+
+        return rebuild, (list(self.known.values()), list(self.first.values()))
 
     def _beside(
         self, x: Value, operand: int, eqn: JaxprEqn, inputs: list[Value]
@@ -607,13 +679,16 @@ _CALLS: dict[str, Callable[[Evaluator, JaxprEqn, list[Value]], list[Value]]] = {
     Op.JIT: Evaluator._jit,
     Op.SCAN: Evaluator._scan,
     Op.WHILE: Evaluator._while,
+    **dict.fromkeys(versions.OVER_MESH, Evaluator._over_mesh),
 }
 _READ, _UNREAD = (Slices, Missing), (Constant, Deferred)
 _SPECIAL = *_READ, *_UNREAD
 
 
-def _missing(values: Iterable[Value]) -> list[Missing]:
-    return [x for x in values if isinstance(x, Missing)]
+def _missing(values: Iterable[Value]) -> Missing | None:
+    """The first missing value; if it can be, one that no other argument would give."""
+    missing = [x for x in values if isinstance(x, Missing)]
+    return min(missing, key=lambda x: x.is_absent, default=None)
 
 
 def _kind(x: Value) -> Kind | None:
@@ -622,6 +697,13 @@ def _kind(x: Value) -> Kind | None:
 
 def _of_kind(x: jax.Array, kind: Kind | None) -> Value:
     return x if kind is None else Slices(x, kind)
+
+
+def _without_array(x: Value) -> Value:
+    """A value without its array, which nobody outside of the trace can use."""
+    if isinstance(x, Slices):
+        return Slices(jax.typeof(x.array), x.kind)
+    return x if isinstance(x, Missing) else None
 
 
 def _like(array: jax.Array | None, old: Value) -> Value:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 import optax
 
+from gradxform._checks import structures
 from gradxform._devices import host
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
@@ -101,7 +101,7 @@ class Update:
       given: the numbers of the program's arguments.
       replaced: the numbers of its results, which are parameters and state.
       kinds: of the leaves that have layers.
-      sources: those of each scan's layers.
+      sources: those of each scan's layers; None for a scan in which no stack learns.
       lacking: the error of each leaf that has none, though it is the state of a stack.
       owners: the number of the stack to which a leaf of the state belongs.
       first: the number of the first gradient.
@@ -113,7 +113,7 @@ class Update:
     given: list[int]
     replaced: list[int]
     kinds: dict[int, Kind]
-    sources: list[Source]
+    sources: list[Source | None]
     lacking: dict[int, MixedSlicesError]
     owners: dict[int, int]
     first: int
@@ -124,7 +124,7 @@ class Update:
         cls,
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
-        sources: list[Source],
+        sources: list[Source | None],
         args: Args,
         with_tables: Callable[..., optax.Updates],
     ) -> Update:
@@ -190,18 +190,22 @@ class Update:
     def wholes(self) -> list[Numbered]:
         """Parameters and state that have layers, for each scan."""
         return [
-            {n: self.leaves[n] for n in self.replaced if self._source(n) == source}
+            {n: self.leaves[n] for n in self.replaced if self._is_of(source, n)}
             for source in self.sources
         ]
+
+    def _is_of(self, source: Source | None, n: int) -> bool:
+        """Whether a leaf has layers of this source."""
+        return source is not None and self._source(n) == source
 
     def _source(self, n: int) -> Source | None:
         return self.kinds[n].source if n in self.kinds else None
 
     def run(
-        self, args: Numbered, reason: str, notes: Notes | None = None
+        self, args: Numbered, reason: str, evaluator: Evaluator
     ) -> dict[int, Value]:
         """The results for some arguments; ``reason`` says why others are missing."""
-        missing = Missing(reason, is_given=True)
+        missing = Missing(reason, is_given=True, is_absent=True)
         values = [
             missing
             if n not in args
@@ -210,23 +214,29 @@ class Update:
             else args[n]
             for n in self.given
         ]
-        results = self._evaluator(notes).results(self.program.closed, values)
+        results = evaluator.results(self.program.closed, values)
         return dict(zip(self.replaced, results, strict=True))
 
-    def _evaluator(self, notes: Notes | None = None) -> Evaluator:
+    def _evaluator(
+        self, first: Mapping[Source, jax.Array], notes: Notes | None = None
+    ) -> Evaluator:
         policy = _policy(is_second_pass=bool(self.results))
-        return Evaluator(policy, self.results, notes)
+        return Evaluator(policy, self.results, notes, first=first)
 
     def new_leaves(
-        self, args: Numbered, reason: str, source: Source | None
+        self, args: Numbered, reason: str, first: Mapping[Source, jax.Array]
     ) -> Numbered:
-        """New leaves that have layers of this source; for None those without layers."""
-        results = self.run(args, reason)
+        """New leaves that have layers, of one source; without it those that have none.
+
+        ``first`` has the source, and the number of the layer.
+        """
+        evaluator, source = self._evaluator(first), next(iter(first), None)
+        results = self.run(args, reason, evaluator)
         for n, error in self.lacking.items():
-            if isinstance(results[n], Missing):
+            if isinstance(results[n], (Missing, Slices)):
                 raise error
         numbers = [n for n in results if self._source(n) == source]
-        arrays = self._evaluator().arrays(
+        arrays = evaluator.arrays(
             [results[n] for n in numbers], [self.kinds.get(n) for n in numbers]
         )
         return dict(zip(numbers, arrays, strict=True))
@@ -257,7 +267,8 @@ class Update:
         times the arithmetic, at 32 GB/s and 8,192 tokens.
         """
         args = self.of_one_layer(source, layer, wholes)
-        new = compilers.barrier_on_cpu(self.new_leaves(args, _LATER, source))
+        new = self.new_leaves(args, _LATER, {source: layer.i})
+        new = compilers.barrier_on_cpu(new)
         place = {n: k for k, n in enumerate(layer.grads)}
 
         def order(n: int) -> int:
@@ -284,15 +295,18 @@ class Update:
     ) -> tuple[list[Numbered], Numbered, LayerParts]:
         """A backward pass that calls ``f(source, ...)`` for the layers of each scan."""
         wholes = [x | y for x, y in zip(self.wholes, stacks, strict=True)]
-        return backward(wholes, [functools.partial(f, x) for x in self.sources])
+        applies = [functools.partial(f, x) if x else _as_it_is for x in self.sources]
+        return backward(wholes, applies)
 
     def after(
         self, backward: Backward, stacks: Sequence[Numbered]
     ) -> tuple[optax.Params, optax.OptState]:
         """New parameters and state, after the last backward pass."""
         wholes, grads, _ = self.run_through(backward, stacks, self.of_layer)
-        new = self.new_leaves(self.gradients(grads), _GONE, None)
-        new = functools.reduce(operator.or_, wholes, new)
+        new = self.new_leaves(self.gradients(grads), _GONE, {})
+        for source, found in zip(self.sources, wholes, strict=True):
+            # A scan in which a stack does not learn has the stack as it was before.
+            new |= {n: x for n, x in found.items() if self._source(n) in (None, source)}
         leaves = [new[n] for n in self.replaced]
         return jax.tree.unflatten(self.program.structure, leaves)
 
@@ -310,7 +324,8 @@ class Update:
             source: Source, layer: Layer, wholes: Numbered
         ) -> tuple[Numbered, LayerParts]:
             notes, (i, number) = Notes({}, {}), (layer.i, source.number)
-            self.run(self.of_one_layer(source, layer, wholes), _LATER, notes)
+            args = self.of_one_layer(source, layer, wholes)
+            self.run(args, _LATER, self._evaluator({source: i}, notes))
             same = {
                 n: compilers.read_layer(wholes[n], i, number, kind.along.axis)[1]
                 for n, kind in self.kinds.items()
@@ -324,10 +339,16 @@ class Update:
         known = {place: _total(equations[place], x) for place, x in parts.items()}
         notes = Notes({}, {})
         update = dataclasses.replace(self, results=known)
-        update.run(self.gradients(grads), _GONE, notes)
+        update.run(self.gradients(grads), _GONE, update._evaluator({}, notes))
         update = dataclasses.replace(self, results=known | notes.scalars)
         stacks = [{n: found[n] for n in found if n in numbers} for found in wholes]
         return update, stacks, jax.tree.leaves(update.results)
+
+
+def _as_it_is(layer: Layer, wholes: Numbered) -> tuple[Numbered, LayerParts]:
+    """Does nothing with a layer."""
+    del layer
+    return wholes, {}
 
 
 def _kinds(
@@ -340,10 +361,13 @@ def _kinds(
     parameters, or for those that learn.
     """
     params, state, (learning, rows), extra = args
-    made_for = params
-    if len(jax.tree.leaves(learning)) < len(jax.tree.leaves(params)):
-        made: Any = jax.tree.structure(jax.eval_shape(tx.init, params))
-        made_for = params if made == jax.tree.structure(state) else learning
+    made_for, own = params, jax.eval_shape(tx.init, params)
+    structure: Any = jax.tree.structure(state)
+    if structure != jax.tree.structure(own):
+        made_for = learning
+        own = jax.eval_shape(tx.init, learning)
+    structures.own_state(state, own)
+    structures.own_shapes(state, own)
     states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
     kinds, lacking = states.of_step(params, state, learning, extra)
     numbers = {path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))}
@@ -374,7 +398,7 @@ def _policy(*, is_second_pass: bool = False) -> Policy:
         return None
 
     # Each layer would get the same bits.
-    return Policy("layer", "stack", [Op.RANDOM_BITS], add_up)
+    return Policy("layer", "stack", [Op.RANDOM_BITS], add_up, is_numbered=True)
 
 
 def _total(eqn: JaxprEqn, parts: jax.Array) -> list[jax.Array]:

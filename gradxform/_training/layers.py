@@ -91,14 +91,16 @@ def step(
     results, given, backward = passes.forward(loss, dense | offsets, frozen)
     value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)
     sources = [
-        Source(scan.length, 1, scan.length == 1, names[min(scan.axes)])
+        Source(scan.length, 1, scan.length == 1, names[min(scan.learning)])
+        if scan.learning
+        else None
         for scan in loss.scans
     ]
     arrays = {
         names[n]: Whole(jnp.shape(leaves[n]), source, axis)
         for scan, source in zip(loss.scans, sources, strict=True)
-        for n, axis in scan.axes.items()
-        if n not in frozen
+        for n, axis in scan.learning.items()
+        if source
     }
 
     def with_tables(grads: optax.Updates, rows: Offsets) -> optax.Updates:

@@ -85,6 +85,8 @@ class ScanPass:
         arrays, and what ``apply`` gave for each layer. A layer of parameters on the
         host comes while the one before it is computed.
         """
+        if not (self.active_results or self.scan.learning):
+            return wholes, {}
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
 
@@ -226,7 +228,7 @@ def forward(
     passes = [
         _dense(part, values, active, stacks)
         if isinstance(part, Part)
-        else _scanned(part, values, active, loss.leaves, frozen)
+        else _scanned(part, values, active, loss.leaves)
         for part in loss.parts
     ]
     results = jaxprs.read(values, jaxpr.outvars)
@@ -260,7 +262,6 @@ def _scanned(
     values: Values,
     active: set[Var],
     leaves: Mapping[int, Var],
-    frozen: Collection[int],
 ) -> ScanPass:
     """Adds the results of a scan to ``values``, what learns to ``active``."""
     num_consts, num_carry = scan.lengths
@@ -295,9 +296,9 @@ def _scanned(
     values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
     values.update((leaves[n], stack) for n, stack in stacks.items())
     known = jaxprs.among(scan.eqn.invars, active)
-    learning, learning_results = _depending_on(scan, known, frozen)
+    learning, learning_results = _depending_on(scan, known)
     active.update(scan.eqn.outvars[k] for k in learning_results)
-    kept = {n: axis for n, axis in axes.items() if n in frozen}
+    kept = {n: axis for n, axis in axes.items() if n in scan.frozen}
     return ScanPass(scan, inputs, carries, kept, learning, learning_results)
 
 
@@ -373,20 +374,22 @@ def _next_layers(
 
 
 def _depending_on(
-    scan: Scan, given: Collection[int], frozen: Collection[int]
+    scan: Scan, given: Collection[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The positions of a scan's inputs that depend on parameters, and of its results.
 
     ``given`` has the positions of those that do. A carry depends on parameters if a
     layer makes it depend on them.
     """
+    if not scan.is_needed:
+        return frozenset(), frozenset()
     num_consts, num_carry = scan.lengths
     types = scan.eqn.params["jaxpr"].in_avals
     layers = {
         k
-        for k, stack in enumerate(scan.stacks)
-        if stack
-        and stack.number not in frozen
+        for k, stack in scan.stacks.items()
+        if stack.number not in scan.frozen
+        and not stack.is_stopped
         and jnp.issubdtype(types[k].dtype, jnp.inexact)
     }
     active = set(given)

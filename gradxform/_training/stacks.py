@@ -4,7 +4,12 @@ A stack is an input of the jaxpr, and every use of it is an equation. It may be 
 transposed or divided into groups of layers, and then one ``scan`` goes over it. These
 equations are evaluated again for each layer. So no other part of the loss needs the
 whole stack. If a ``scan`` goes over groups, and another one inside of it over layers, a
-group is a layer. What gives the loss no derivative may read the whole stack.
+group is a layer.
+
+A stack gets its gradient from one scan. Other scans may read its layers if the loss has
+no derivative by the stack through them: the stack is frozen, or behind
+``stop_gradient``, or the loss does not depend on their results. What is no scan may
+read the whole stack in the same case.
 
 So a loss is a sequence of dense parts and of scans over stacks.
 """
@@ -21,7 +26,7 @@ from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.jaxprs import Part
 from gradxform._jax.versions import Op
-from gradxform._slices.rules import RULES, Along, resized, shape_of
+from gradxform._slices.rules import Along, after, resized, shape_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
@@ -56,29 +61,43 @@ class StackVariable(NamedTuple):
     path: str
     equations: tuple[JaxprEqn, ...] = ()
 
-    def layers(self, length: int) -> list[Along]:
+    @property
+    def variables(self) -> list[Var]:
+        """The variables that the equations make."""
+        return [eqn.outvars[0] for eqn in self.equations]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it gives the stack no gradient."""
+        return any(jaxprs.name_of(eqn) == Op.STOP_GRADIENT for eqn in self.equations)
+
+    def layers(self, length: int) -> list[Along] | None:
         """Where the layers lie in the stack, then in each equation's result.
 
         In the last result, the variable, they lie along the first axis. ``length`` is
-        the number of layers.
+        the number of layers. None: a reshape mixes them.
         """
         shape = shape_of(self.equations[0].invars[0]) if self.equations else (length,)
         for axis, size in enumerate(shape):
             found = [Along(axis, size // length)]
             for eqn in self.equations if not size % length else ():
-                along = RULES[jaxprs.name_of(eqn)](eqn, 0, found[-1], length)
+                along = after(eqn, 0, found[-1], length)
                 if along is None:
                     break
                 found.append(along)
             if len(found) > len(self.equations) and not found[-1].axis:
                 return found
-        names = [jaxprs.name_of(eqn) for eqn in self.equations]
-        reshape = self.equations[names.index(Op.RESHAPE)]
-        self.refuse(f"it is used by {jaxprs.place(reshape)}")
+        return None
+
+    def axis(self, length: int) -> int | None:
+        """The axis of the stack along which its layers lie; None if there is none."""
+        layers = self.layers(length)
+        return layers[0].axis if layers else None
 
     def layer(self, part: jax.Array, length: int) -> jax.Array:
         """A layer of the variable, from the layer's part of the stack."""
-        for eqn, along in zip(self.equations, self.layers(length)[1:], strict=True):
+        layers = self.layers(length) or []
+        for eqn, along in zip(self.equations, layers[1:], strict=True):
             of_layer = resized(jaxprs.name_of(eqn), eqn, along, 1)
             (part,) = versions.evaluate(of_layer, [part])
         return jnp.squeeze(part, 0)
@@ -92,11 +111,15 @@ class Scan(NamedTuple):
 
     Attributes:
       eqn: it.
-      stacks: the stack of each input; None for an input that is no stack.
+      stacks: those among its inputs, by the position of the input.
+      frozen: the numbers of its stacks that get no gradient from it.
+      is_needed: whether the loss may have a derivative by its results.
     """
 
     eqn: JaxprEqn
-    stacks: list[StackVariable | None]
+    stacks: dict[int, StackVariable]
+    frozen: set[int]
+    is_needed: bool
 
     @property
     def length(self) -> int:
@@ -116,8 +139,14 @@ class Scan(NamedTuple):
     @property
     def axes(self) -> dict[int, int]:
         """The axis of the layers of each stack, by its number."""
-        stacks = filter(None, self.stacks)
-        return {stack.number: stack.layers(self.length)[0].axis for stack in stacks}
+        stacks = self.stacks.values()
+        pairs = ((stack.number, stack.axis(self.length)) for stack in stacks)
+        return {number: axis for number, axis in pairs if axis is not None}
+
+    @property
+    def learning(self) -> dict[int, int]:
+        """The axis of the layers of each stack that gets its gradient from it."""
+        return {n: axis for n, axis in self.axes.items() if n not in self.frozen}
 
     @property
     def backwards(self) -> list[int]:
@@ -126,36 +155,33 @@ class Scan(NamedTuple):
         The body has used a stack for the first time when its gradient is complete.
         """
         body = self.eqn.params["jaxpr"].jaxpr
-        uses = [
-            (_first_use(body, k), stack.number)
-            for k, stack in enumerate(self.stacks)
-            if stack
-        ]
+        uses = [(_first_use(body, k), stack.number) for k, stack in self.stacks.items()]
         # A stack may be several inputs. Its first use counts.
         return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]
 
     def inputs(self, env: Mapping[Var, Any]) -> list[jax.Array | None]:
         """The inputs of the scan, from values of variables; None for stacks."""
 
-        def value(stack: StackVariable | None, x: Var | Literal) -> jax.Array | None:
-            if stack is not None:
+        def value(k: int, x: Var | Literal) -> jax.Array | None:
+            if k in self.stacks:
                 return None
             aval: Any = x.aval
             return jnp.asarray(host.to_device(jaxprs.read(env, [x])[0]), aval.dtype)
 
-        return list(map(value, self.stacks, self.eqn.invars))
+        return [value(k, x) for k, x in enumerate(self.eqn.invars)]
 
     def with_layers(
         self, inputs: Sequence[Any], parts: Mapping[int, jax.Array]
     ) -> list[jax.Array]:
-        """Inputs of the scan's body; each None is replaced by a layer.
+        """Inputs of the scan's body, with a layer of each stack.
 
         ``parts`` has each stack's part for this layer, by the number of the stack.
         """
-        return [
-            x if stack is None else stack.layer(parts[stack.number], self.length)
-            for stack, x in zip(self.stacks, inputs, strict=True)
-        ]
+        layers = {
+            k: stack.layer(parts[stack.number], self.length)
+            for k, stack in self.stacks.items()
+        }
+        return [layers.get(k, x) for k, x in enumerate(inputs)]
 
     def layer_results(self, inputs: Sequence[jax.Array]) -> list[jax.Array]:
         """The results of the scan's body: the carry, and what it gives further."""
@@ -200,79 +226,145 @@ def find_scans(
     eqns = jaxprs.needed(jaxpr.eqns, jaxpr.outvars)
     leaves = dict(zip(numbers, jaxpr.invars, strict=True))
     stacks = {leaves[n]: StackVariable(n, path) for n, path in paths.items()}
-    scans, whole = _uses(jaxpr, eqns, stacks, frozen)
+    differentiated = jaxprs.differentiated(jaxpr.outvars[0], eqns)
+    readings, whole = _readings(eqns, stacks, frozen, differentiated)
+    for x in jaxprs.among(jaxpr.outvars, stacks).values():
+        stacks[x].refuse("the loss returns it")
+    scans: dict[int, Scan] = {}
     for n in paths:
-        stack, is_scanned = stacks[leaves[n]], n in scans
-        aval: Any = leaves[n].aval
-        over = aval.sharding.spec[scans[n][1]] if is_scanned else None
-        if n in frozen and (over or not is_scanned):  # Then it is no stack.
-            scans.pop(n, None)
-            stacks = {x: s for x, s in stacks.items() if s.number != n}
-        elif not is_scanned:
-            stack.refuse("no scan goes over it")
-        elif over:
-            stack.refuse(f"its layers are sharded over {over!r}")
-        elif jaxprs.calls_host(scans[n][0]):
-            # The backward pass would get another result than the forward pass.
-            its = jaxprs.place(scans[n][0])
-            stack.refuse(f"{its} has an io_callback, which would be called twice")
-    by_layer = stacks.keys() - whole
-    eqns = [eqn for eqn in eqns if by_layer.isdisjoint(eqn.outvars)]
-
-    def scan(eqn: JaxprEqn) -> Scan:
-        read = jaxprs.among(eqn.invars, stacks).items()
-        over = {k: stacks[x] for k, x in read if _goes_over(eqn, k)}
-        return Scan(eqn, [over.get(k) for k in range(len(eqn.invars))])
-
-    over_stacks = {id(eqn) for eqn, _ in scans.values()}
-    parts = jaxprs.divided(eqns, jaxpr.outvars, lambda eqn: id(eqn) in over_stacks)
+        stack, sharding, found = stacks[leaves[n]], _sharding(leaves[n]), readings[n]
+        learns = None if n in frozen else _learning(stack, found, sharding)
+        are_by_layer = _are_by_layer(found, learns, sharding)
+        for reading, is_by_layer in zip(found, are_by_layer, strict=True):
+            if not is_by_layer:
+                whole.update(reading.stack.variables)
+                continue
+            scan = Scan(reading.eqn, {}, set(), reading.is_needed)
+            scan = scans.setdefault(id(reading.eqn), scan)
+            scan.stacks[reading.operand] = reading.stack
+            if learns is None or learns.eqn is not reading.eqn:
+                scan.frozen.add(n)
+    dropped = stacks.keys() - whole
+    eqns = [eqn for eqn in eqns if dropped.isdisjoint(eqn.outvars)]
+    parts = jaxprs.divided(eqns, jaxpr.outvars, lambda eqn: id(eqn) in scans)
     return StackedLoss(
-        closed, leaves, [x if isinstance(x, Part) else scan(x) for x in parts]
+        closed, leaves, [x if isinstance(x, Part) else scans[id(x)] for x in parts]
     )
 
 
-def _uses(
-    jaxpr: Jaxpr,
+class _Reading(NamedTuple):
+    """A scan goes over a stack.
+
+    Attributes:
+      eqn: the scan.
+      operand: the position of the input.
+      stack: the variable there.
+      axis: the axis of the stack's layers; None if a reshape mixes them.
+      is_needed: whether the loss may have a derivative by the scan's results.
+      is_active: whether it may have one by the stack through them.
+    """
+
+    eqn: JaxprEqn
+    operand: int
+    stack: StackVariable
+    axis: int | None
+    is_needed: bool
+    is_active: bool
+
+
+def _readings(
     eqns: Sequence[JaxprEqn],
     stacks: dict[Var, StackVariable],
     frozen: Collection[int],
-) -> tuple[dict[int, tuple[JaxprEqn, int]], set[Var]]:
-    """The scan over each stack and its axis, by number; variables that are read whole.
+    differentiated: Collection[Var],
+) -> tuple[dict[int, list[_Reading]], set[Var]]:
+    """The scans over each stack, by its number; variables that others read whole.
 
     Adds the variables that equations make of stacks to ``stacks``.
+
+    Raises:
+      ValueError: what is no scan reads a stack, and the loss has a derivative by that.
     """
-    differentiated = jaxprs.differentiated(jaxpr.outvars[0], eqns)
-    scans: dict[int, tuple[JaxprEqn, int]] = {}
-    # Scans by which the loss has no derivative, and variables of the stack.
-    idle: dict[int, tuple[tuple[JaxprEqn, int], list[Var]]] = {}
+    found: dict[int, list[_Reading]] = {x.number: [] for x in stacks.values()}
     whole: set[Var] = set()
     for eqn in eqns:
-        is_active = not differentiated.isdisjoint(eqn.outvars)
+        is_needed = bool(jaxprs.among(eqn.outvars, differentiated))
         for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
-            made = [one.outvars[0] for one in stack.equations]
+            is_active = is_needed and not (stack.is_stopped or stack.number in frozen)
             if jaxprs.name_of(eqn) in _BY_LAYER:
                 equations = *stack.equations, eqn
                 stacks[eqn.outvars[0]] = stack._replace(equations=equations)
-            elif _goes_over(eqn, k) and (is_active or stack.number not in idle):
+            elif _goes_over(eqn, k):
                 if not eqn.params["length"]:
                     stack.refuse("it has no layer")
-                over = eqn, stack.layers(eqn.params["length"])[0].axis
-                if not is_active:
-                    idle[stack.number] = over, made
-                elif scans.setdefault(stack.number, over) != over:
-                    its, other = jaxprs.place(eqn), jaxprs.place(scans[stack.number][0])
-                    stack.refuse(f"a second scan goes over it, {its}, after {other}")
-            elif is_active and stack.number not in frozen:
-                stack.refuse(f"it is used by {jaxprs.place(eqn)}")
+                axis = stack.axis(eqn.params["length"])
+                reading = _Reading(eqn, k, stack, axis, is_needed, is_active)
+                found[stack.number].append(reading)
+            elif is_active:
+                stack.refuse(_used_by(eqn))
             else:
-                whole.update(made)
-    for x in jaxprs.among(jaxpr.outvars, stacks).values():
-        stacks[x].refuse("the loss returns it")
-    for n, (over, made) in idle.items():
-        if scans.setdefault(n, over) != over:
-            whole.update(made)
-    return scans, whole
+                whole.update(stack.variables)
+    return found, whole
+
+
+def _learning(
+    stack: StackVariable, readings: Sequence[_Reading], sharding: Sequence[object]
+) -> _Reading:
+    """The reading that gives a stack its gradient, which may be zero.
+
+    Raises:
+      ValueError: there is none, or there are two, or it reads no layers.
+    """
+    active = [reading for reading in readings if reading.is_active]
+    active = active or [r for r in readings if r.axis is not None] or [*readings]
+    if not active:
+        stack.refuse("no scan goes over it")
+    last = active[-1]
+    its, axis = jaxprs.place(last.eqn), last.axis
+    for other in active if last.is_active else ():
+        if other.eqn is not last.eqn or other.axis != axis:
+            before = jaxprs.place(other.eqn)
+            stack.refuse(f"a second scan goes over it, {its}, after {before}")
+    if axis is None:
+        names = [jaxprs.name_of(eqn) for eqn in last.stack.equations]
+        stack.refuse(_used_by(last.stack.equations[names.index(Op.RESHAPE)]))
+    if sharding[axis]:
+        stack.refuse(f"its layers are sharded over {sharding[axis]!r}")
+    if jaxprs.calls_host(last.eqn):
+        # The backward pass would get another result than the forward pass.
+        stack.refuse(f"{its} has an io_callback, which would be called twice")
+    return last
+
+
+def _are_by_layer(
+    readings: Sequence[_Reading], learns: _Reading | None, sharding: Sequence[object]
+) -> list[bool]:
+    """Whether each reads one layer at a time. The others read the whole stack.
+
+    A scan reads the layers of a stack along one axis.
+    """
+    axes = {id(learns.eqn): learns.axis} if learns else {}
+
+    def is_by_layer(reading: _Reading) -> bool:
+        scan, axis = reading.eqn, reading.axis
+        if axis is None or sharding[axis] or jaxprs.calls_host(scan):
+            return False
+        return axes.setdefault(id(scan), axis) == axis
+
+    return list(map(is_by_layer, readings))
+
+
+def _used_by(eqn: JaxprEqn) -> str:
+    is_loop = jaxprs.name_of(eqn) in (Op.SCAN, Op.WHILE)
+    more = ", a loop that reads it in each turn" if is_loop else ""
+    return f"it is used by {jaxprs.place(eqn)}{more}"
+
+
+def _sharding(stack: Var) -> Sequence[object]:
+    """The mesh axes along each axis of a stack, where they are explicit."""
+    aval: Any = stack.aval
+    return aval.sharding.spec
 
 
 def _goes_over(eqn: JaxprEqn, operand: int) -> bool:

@@ -141,6 +141,7 @@ def proximal_adagrad(
             return update.astype(dtype), total
 
         sums = [state.sum_of_squares]
+        structures.same_shapes("updates", updates, "sum_of_squares", *sums)
         updates, *sums = boundary.map_step(move, updates, sums, reads=[params])
         return updates, ProximalAdagradState(optax.safe_increment(state.count), *sums)
 

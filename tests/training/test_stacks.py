@@ -434,6 +434,174 @@ def test_two_scans_over_one_stack(is_checkpointed):
         step(start(), optax.sgd(0.1).init(start()), X)
 
 
+@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
+def test_a_loop_around_the_scan(loop):
+    """As over steps in time, or of a core that is applied several times."""
+
+    def loss_fn(p, x):
+        def turn(x, _=None):
+            return encode(p, x), None
+
+        if loop == "scan":
+            return error(p, jax.lax.scan(turn, x, None, length=2)[0])
+        return error(p, jax.lax.fori_loop(0, 2, lambda _, x: turn(x)[0], x))
+
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["encoder"])
+    message = r"'encoder/b' .* used by 'scan' .*, a loop that reads it in each turn"
+    with pytest.raises(ValueError, match=message):
+        step(start(), optax.sgd(0.1).init(start()), X)
+
+
+# Several scans over a stack, of which one has a derivative by it.
+
+stop = jax.lax.stop_gradient
+
+
+def difference(x, y):
+    return jnp.mean((x - y) ** 2)
+
+
+def teacher(p, x):
+    y = encode(p, x)
+    return error(p, y) + difference(y, encode(stop(p), 2 * x))
+
+
+def teacher_first(p, x):
+    """The teacher learns by what it reads, and its backward pass is the last one."""
+    frozen = p | {"encoder": stop(p["encoder"])}
+    wanted = jax.checkpoint(encode)(frozen, jnp.cos(x))
+    return difference(encode(p, x + wanted), wanted)
+
+
+def two_teachers(p, x):
+    """The second one goes over all but the scales along another axis."""
+
+    def turned(x, w):
+        return x + jnp.tanh(x @ w.T @ w), None
+
+    y, _ = jax.lax.scan(turned, x, stop(p["encoder"]["w"]).transpose(1, 0, 2))
+    return teacher(p, x + jnp.sin(y.sum()))
+
+
+def both_at_once(p, x):
+    """One scan goes over the stack and over what is stopped of it."""
+
+    def layer(x, each):
+        w, fixed = each
+        return x + jnp.tanh(x @ w["w"] + w["b"]) - jnp.tanh(x @ fixed["w"]), None
+
+    x, _ = jax.lax.scan(layer, x, (p["encoder"], stop(p["encoder"])))
+    return error(p, x)
+
+
+def all_stopped(p, x):
+    return error(p, encode(p | {"encoder": stop(p["encoder"])}, x))
+
+
+def stopped_penalty(p, x):
+    """What is no scan may read what is stopped, too."""
+    return error(p, encode(p, x)) * norm(stop(p["encoder"]["w"]))
+
+
+def metrics(p, x):
+    """The loss does not depend on the second scan, nor on the third."""
+    seen, again = encode(p, 2 * x), encode(p, 3 * x)
+    return error(p, encode(p, x)) + 0.0 * stop(seen).sum(), seen.sum() + again.sum()
+
+
+TEACHERS = [teacher, teacher_first, two_teachers, both_at_once, all_stopped]
+TEACHERS += [stopped_penalty]
+
+
+@pytest.mark.parametrize("loss_fn", TEACHERS)
+def test_what_is_stopped_may_be_read_again(loss_fn):
+    check_loss(loss_fn, optax.adamw(0.01), ["encoder"])
+
+
+@pytest.mark.parametrize("loss_fn", TEACHERS)
+def test_what_is_stopped_in_two_passes(loss_fn):
+    tx = optax.chain(gx.clip_by_global_norm(0.1), gx.adagrad(0.1))
+    check_loss(loss_fn, tx, ["encoder"], two_passes=True)
+
+
+def test_an_aux_may_read_a_stack_again():
+    check_loss(metrics, optax.adamw(0.01), ["encoder"], has_aux=True)
+
+
+def chosen_and_rejected(p, x):
+    """Direct preference optimization: two scans over a frozen reference."""
+
+    def score(name, x):
+        return encode(p | {"encoder": p[name]}, x).mean()
+
+    def both(x, w):
+        return x + jnp.tanh(x @ w["w"] + w["b"]), None
+
+    pair = jnp.stack([x @ p["emb"], jnp.cos(x) @ p["emb"]])
+    scores = jax.lax.scan(both, pair, p["encoder"])[0].mean((1, 2))
+    base = score("reference", x), score("reference", jnp.cos(x))
+    return -jax.nn.log_sigmoid(scores[0] - scores[1] - base[0] + base[1])
+
+
+def with_reference():
+    params = start()
+    reference = jax.tree.map(lambda x: 0.5 * x, params["encoder"])
+    return params | {"reference": reference}
+
+
+@pytest.mark.parametrize("layers", [["encoder"], ["encoder", "reference"]])
+def test_a_frozen_stack_may_be_read_twice(layers):
+    trainable = {name: name != "reference" for name in with_reference()}
+    how = {"make": with_reference, "trainable": trainable}
+    check_loss(chosen_and_rejected, optax.adamw(0.01), layers, **how)
+
+
+@pytest.mark.skipif(OLD, reason="JAX keeps no result in the host's memory")
+@pytest.mark.parametrize("name", ["teacher", "teacher_first", "chosen_and_rejected"])
+def test_what_is_read_again_may_lie_on_the_host(name):
+    loss_fn, learns = globals()[name], name != "chosen_and_rejected"
+    make = start if learns else with_reference
+    layers = ["encoder"] if learns else ["encoder", "reference"]
+    how = {"trainable": {name: name != "reference" for name in make()}}
+    tx = optax.adamw(0.01)
+    params = gx.on_host(make(), min_size=16)
+    state = gx.on_host(tx.init(make()), min_size=16)
+    step = gx.minimize(loss_fn, tx, layers=layers, **how)
+    wanted, *_ = train(loss_fn, tx, make(), X, **how)
+    for _ in range(4):
+        params, state, _ = step(params, state, X)
+    for name in layers:
+        found = {p.sharding.memory_kind for p in jax.tree.leaves(params[name])}
+        assert found == {"pinned_host"}
+    chex.assert_trees_all_close(*jax.device_get((params, wanted)), rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.figures
+def test_a_teacher_needs_no_copy_of_the_stack():
+    """Its scan comes in front of the backward pass, which writes into the stack."""
+
+    def temporaries(loss_fn, **how):
+        params = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wide_encoder()
+        )
+        tx = optax.sgd(0.1)
+        state = jax.eval_shape(tx.init, params)
+        x = jax.ShapeDtypeStruct((2, 128), "float32")
+        step = gx.minimize(loss_fn, tx, layers=["encoder"], **how)
+        memory = step.lower(params, state, x).compile().memory_analysis()
+        return memory.temp_size_in_bytes / (16 * 128 * 128 * 4)
+
+    assert temporaries(teacher) < 0.4
+    # Its backward pass needs the old layers after the other one has written new ones.
+    assert 1 < temporaries(teacher_first) < 1.5
+
+
+def wide_encoder():
+    shapes = {"emb": (128, 128), "head": (128, 128)}
+    blocks = {"w": jnp.zeros((16, 128, 128)), "b": jnp.zeros((16, 128))}
+    return {k: jnp.zeros(s) for k, s in shapes.items()} | {"encoder": blocks}
+
+
 # What is kept.
 
 
