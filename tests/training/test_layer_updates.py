@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from benchmarks.compilers import placed
@@ -345,6 +347,13 @@ MIXED = {
     "concatenate": lambda x: jnp.concatenate([x, x]).reshape(2, *x.shape)[0],
     "qr": lambda x: jnp.moveaxis(jnp.linalg.qr(jnp.moveaxis(x, 0, 2))[0], 2, 0),
     "scatter": lambda x: x.at[:2].set(jnp.zeros((2, *x.shape[1:]))),
+    "reshape in Fortran's order": lambda x: x.ravel(order="F").reshape(x.shape),
+    "reshape of other axes": lambda x: jax.lax.reshape(x, x.shape, (0, 2, 1)).reshape(
+        2, -1, *x.shape[1:]
+    )[0, 0],
+    "pad": lambda x: jax.lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0), (0, 0, 0))),
+    "pad between": lambda x: jax.lax.pad(x, 0.0, ((0, 0, 1), *[(0, 0, 0)] * 2))[:4],
+    "slice": lambda x: x * x[:1],
 }
 
 
@@ -355,6 +364,286 @@ def test_what_mixes_layers_is_refused_by_name(name):
     operation = name.partition(" ")[0]
     with pytest.raises(TypeError, match=rf"may mix layers, by '{operation}'"):
         step.lower(start(), tx.init(start()), X)
+
+
+# The number of a layer.
+
+HALVES = 0.5 ** np.arange(LAYERS, dtype=np.float32)
+ON_DEVICE = jnp.asarray(HALVES)
+
+
+def shaped(rates, x):
+    return jnp.asarray(rates).reshape(-1, *[1] * (x.ndim - 1))
+
+
+def by_number(x):
+    """The first two layers rest, and others have a rate each."""
+    number = jnp.arange(len(x)).reshape(-1, 1, 1)
+    return jnp.where(number < 2, 0, x * jnp.linspace(1, 2, len(x)).reshape(-1, 1, 1))
+
+
+RATES = {
+    "NumPy": lambda x: x * shaped(HALVES, x),
+    "NumPy for each entry": lambda x: x * np.cumsum(np.ones(x.shape, "float32"), 0),
+    "jax.numpy": lambda x: x * jnp.sqrt(shaped(ON_DEVICE, x)),
+    "arange": lambda x: x * shaped(0.5 ** jnp.arange(len(x)), x),
+    "backwards": lambda x: x * shaped(jnp.arange(len(x))[::-1] + 1.0, x),
+    "iota of two axes": lambda x: x * jax.lax.broadcasted_iota(x.dtype, x.shape, 0),
+    "iota of bytes": lambda x: x * jnp.arange(len(x), dtype="uint8").reshape(-1, 1, 1),
+    "frozen": by_number,
+    "groups": lambda x: (
+        x.reshape(-1, *x.shape[2:]) * jnp.arange(x.shape[0] * x.shape[1])[:, None]
+    ).reshape(x.shape),
+    "in a loop": lambda x: jax.lax.fori_loop(
+        0, 2, lambda i, y: y * shaped(jnp.arange(len(y)) + i, y), x
+    ),
+    "in a branch": lambda x: jax.lax.cond(
+        jnp.argmax(jnp.ones(2)) == 0, lambda y: y * shaped(HALVES, y), jnp.sin, x
+    ),
+    "in a derivative": lambda x: jax.grad(
+        lambda y: jnp.sum(jax.nn.relu(y) * shaped(jnp.arange(len(y)) * 1.0, y))
+    )(x),
+    "mapped": lambda x: jax.lax.map(
+        lambda each: each[0] * each[1], (x, jnp.arange(1.0, len(x) + 1))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("layers", [1, LAYERS])
+def test_a_layer_knows_its_number(name, layers):
+    if layers == 1 and name in ("NumPy", "jax.numpy", "in a branch"):
+        pytest.skip("It has a number for each of four layers.")
+    check(of_matrices(RATES[name]), functools.partial(start, layers))
+
+
+def test_a_layer_knows_its_number_in_two_passes():
+    tx = optax.chain(of_matrices(RATES["arange"]), optax.clip_by_global_norm(0.05))
+    check(tx, two_passes=True)
+
+
+def rates_in_state(make):
+    """A link whose rates lie in its state, and do not change."""
+
+    def update(updates, state, params=None):
+        rated = jax.tree.map(lambda u: u * shaped(state[0], u), updates["blocks"])
+        return updates | {"blocks": rated}, state
+
+    return optax.GradientTransformation(lambda p: (make(p), jnp.zeros(3)), update)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: jnp.asarray(HALVES),
+        lambda p: 0.5 ** jnp.arange(len(p["blocks"]["w"])),
+    ],
+)
+def test_rates_in_a_state(make):
+    check(optax.chain(optax.adam(0.01), rates_in_state(make)))
+
+
+def test_rates_whose_init_reads_one_parameter():
+    """It takes no mark instead of the parameter, so nobody knows whose state it is."""
+    tx = rates_in_state(lambda p: 0.5 ** jnp.arange(1.0 * p["blocks"]["w"].shape[0]))
+    step = gx.minimize(loss_fn, tx, layers=["blocks"])
+    with pytest.raises(TypeError, match=r"from its parameter, by jax\.tree\.map"):
+        step.lower(start(), tx.init(start()), X)
+
+
+def test_a_state_for_layers_that_changes():
+    """Its rates belong to no parameter, so nobody knows that they have layers."""
+
+    def update(updates, state, params=None):
+        new = jax.tree.map(lambda u: u * shaped(state, u), updates["blocks"])
+        total = state + jax.vmap(jnp.sum)(updates["blocks"]["w"])
+        return updates | {"blocks": new}, total
+
+    tx = optax.GradientTransformation(lambda p: jnp.ones(len(p["blocks"]["w"])), update)
+    step = gx.minimize(loss_fn, tx, layers=["blocks"], donate=False)
+    with pytest.raises(TypeError, match=r"\[4\], has no layer.*make it from the param"):
+        step(start(), tx.init(start()), X)
+    step = gx.minimize(loss_fn, tx, layers=["blocks"], two_passes=True)
+    with pytest.raises(TypeError, match=r"has no layer for each layer"):
+        step.lower(start(), tx.init(start()), X)
+
+
+@pytest.mark.parametrize("layers", [["blocks"], ["blocks/w"]])
+def test_rounding_at_random_gives_the_bits_of_the_whole_stack(layers):
+    """The update is the same number for all entries, so only the bits differ."""
+    same = optax.stateless_with_tree_map(lambda u, _: jnp.full_like(u, -1e-3))
+    tx = optax.chain(same, gx.round_stochastically(seed=3))
+
+    def make():
+        return jax.tree.map(lambda x: x.astype(jnp.bfloat16), start())
+
+    got, wanted = (train(tx, make(), layers=x)[0] for x in (layers, ()))
+    chex.assert_trees_all_equal(got, wanted)
+    rounded_down = jax.tree.map(lambda x, y: jnp.mean(x != y), got, make())
+    assert 0.02 < min(jax.tree.leaves(rounded_down)) < 1
+
+
+# Devices.
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("name", ["pmean", "pmax", "ppermute", "clip"])
+def test_a_mean_over_devices_mixes_no_layers(name, check_vma):
+    """A link adds up gradients over named axes, of all leaves at once."""
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    over = {
+        "pmax": lambda u: jax.lax.pmax(u, "i"),
+        "ppermute": lambda u: jax.lax.ppermute(u, "i", [(0, 1), (1, 0)]),
+    }.get(name, lambda u: jax.lax.pmean(u, "i"))
+    link = optax.stateless(lambda u, _: over(u))
+    last = optax.chain(gx.clip_by_global_norm(0.05), optax.adam(0.01))
+    tx = optax.chain(link, last if name == "clip" else optax.adam(0.01))
+
+    def trained(layers):
+        two = name == "clip" and bool(layers)
+        step = gx.minimize(loss_fn, tx, layers=layers, two_passes=two, donate=False)
+
+        def run(p, x):
+            if check_vma:
+                p = jax.lax.pcast(p, "i", to="varying")
+            state = tx.init(p)
+            for _ in range(2):
+                p, state, _ = step(p, state, x[0])
+            return jax.tree.map(lambda x: x[None], p)
+
+        specs = {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P("i")}
+        run = jax.shard_map(run, **specs, check_vma=check_vma)
+        return jax.jit(run)(start(), jnp.stack([X, jnp.cos(X)]))
+
+    got, wanted = trained(["blocks"]), trained([])
+    chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=5e-6)
+
+
+def test_sums_of_micro_batches_over_devices():
+    """`accumulate` takes its mean over devices once, in the step that makes it."""
+    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
+    tx = gx.accumulate(optax.adam(0.01), 2, axis_name="i")
+
+    def trained(layers):
+        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
+
+        def run(p, x):
+            state = tx.init(p)
+            for k in range(4):
+                p, state, _ = step(p, state, x[0] + k)
+            return p
+
+        specs = {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P()}
+        run = jax.shard_map(run, **specs, check_vma=False)
+        return jax.jit(run)(start(), jnp.stack([X, jnp.cos(X)]))
+
+    got, wanted = trained(["blocks"]), trained([])
+    chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=5e-6)
+
+
+def test_a_mean_in_pmap():
+    link = optax.stateless(lambda u, _: jax.lax.pmean(u, "i"))
+    tx = optax.chain(link, optax.adam(0.01))
+
+    def trained(layers):
+        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
+        run = jax.pmap(lambda p, x: step(p, tx.init(p), x)[0], "i", in_axes=(None, 0))
+        return run(start(), jnp.stack([X, jnp.cos(X)]))
+
+    chex.assert_trees_all_close(trained(["blocks"]), trained([]), rtol=2e-5, atol=5e-6)
+
+
+def test_an_axis_of_a_vmap_has_no_name_inside_of_it():
+    """There a sum over it is one over an axis of arrays."""
+    link = optax.stateless(lambda u, _: jax.lax.psum(u, "i"))
+    tx = optax.chain(link, optax.sgd(0.1))
+
+    def trained(layers):
+        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
+        run = jax.vmap(
+            lambda p, x: step(p, tx.init(p), x)[0],
+            in_axes=(None, 0),
+            axis_name="i",
+        )
+        return run(start(), jnp.stack([X, jnp.cos(X)]))
+
+    chex.assert_trees_all_close(trained(["blocks"]), trained([]), rtol=2e-5, atol=5e-6)
+
+
+def test_a_sum_over_layers_by_the_name_of_a_vmap():
+    """The layers are the named axis, so they are mixed."""
+    add = jax.vmap(lambda u: jax.lax.psum(u, "layers") - u, axis_name="layers")
+    step = gx.minimize(loss_fn, of_matrices(add), layers=["blocks"])
+    with pytest.raises(TypeError, match="may mix layers, by '(psum|reduce_sum)"):
+        step.lower(start(), of_matrices(add).init(start()), X)
+
+
+# Errors.
+
+
+@pytest.mark.parametrize("name", ["blocks", "head"])
+@pytest.mark.parametrize(
+    "tx", [gx.ftrl(0.1), gx.proximal_adagrad(0.1), gx.adagrad(0.1)]
+)
+def test_a_state_for_another_size(tx, name):
+    """Of a stack, or of a leaf that is no stack; the state is not blamed on layers."""
+
+    def longer(x):
+        return jnp.concatenate([x, x[:1]])
+
+    old = start()
+    grown = old | {name: jax.tree.map(longer, old[name])}
+    for other, how, message in [
+        (tx, {"layers": ["blocks"]}, "state is not that of tx: at .*{}.* has"),
+        (tx, {}, r"updates and .* differ at \[{}\]"),
+        (
+            optax.adam(0.1),
+            {"layers": ["blocks"]},
+            "state is not that of tx: at .*{}.* has",
+        ),
+    ]:
+        step = gx.minimize(loss_fn, other, donate=False, **how)
+        with pytest.raises(TypeError, match=message.format(f"'{name}'")):
+            step(old, other.init(grown), X)
+
+
+@pytest.mark.parametrize("links", ["centralize, polyak_sgd", "clip, clip"])
+def test_a_third_pass_is_named(links):
+    """Two stacks of two scans, with layers along the second axis."""
+    tx = {
+        "clip, clip": optax.chain(
+            gx.clip_by_global_norm(0.1), gx.clip_by_global_norm(1.0)
+        ),
+        "centralize, polyak_sgd": optax.chain(optax.centralize(), optax.polyak_sgd()),
+    }[links]
+
+    def loss_fn(p, x):
+        for name in "ab":
+            w = jnp.moveaxis(p[name], 1, 0)
+            x, _ = jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, w)
+        return jnp.mean(x**2)
+
+    params = dict.fromkeys("ab", jnp.ones((WIDTH, LAYERS, WIDTH)))
+    step = gx.minimize(loss_fn, tx, layers=["a", "b"], two_passes=True)
+    with pytest.raises(TypeError, match="needs a third pass, as 'reduce_sum'"):
+        step.lower(params, tx.init(params), X)
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.accumulate(optax.sgd(0.1), 2),
+        gx.skip_spikes(optax.sgd(0.1)),
+        optax.chain(gx.clip_by_global_norm(1.0), optax.sgd(0.1)),
+        of_matrices(RATES["in a loop"]),
+        of_matrices(RATES["in a derivative"]),
+        optax.apply_if_finite(optax.sgd(0.1), 2),
+    ],
+)
+def test_no_tracer_leaks(tx):
+    step = gx.minimize(loss_fn, tx, layers=["blocks"], two_passes=True, donate=False)
+    with jax.check_tracer_leaks():
+        step(start(), tx.init(start()), X)
 
 
 # State without layers.

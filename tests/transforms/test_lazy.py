@@ -615,7 +615,7 @@ ALONE = {
     "custom_jvp": lambda x: jax.nn.relu(rounded(3 * x)),
     "height": lambda x: x / len(x) + x.size,
     "transposed": lambda x: (2 * x.T - jnp.max(x.T, axis=0)).T,
-    "outer": lambda x: x * (jnp.ones((len(x), 1)) * jnp.ones((1, 3))).astype(x.dtype),
+    "outer": lambda x: x * (jnp.ones((len(x), 1)) * jnp.ones((1, x.shape[1]))),
     "custom_vjp": with_its_own_gradient,
     "checkpoint": jax.checkpoint(lambda x: x * jnp.cumsum(x, axis=1)),
     "order": lambda x: x[:, ::-1] + jnp.sort(x, axis=1) - jnp.median(x, 1)[:, None],

@@ -1,0 +1,1 @@
+"""Draws programs, and compares two ways to run each of them."""
