@@ -227,8 +227,8 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
     with engines.ray(job, **options) as run:
         for server in (alone, run.server):
             _, step = server.pull()
-            first = push(server, ones, step, push_id=("w", 0))
-            assert push(server, ones, step, push_id=("w", 0)) == first
+            first = push(server, ones, step, push_id=(7, 0))
+            assert push(server, ones, step, push_id=(7, 0)) == first
             bad = {**ones, "item": ones["item"].copy()}
             bad["item"][-1, 0] = np.nan  # This row lies in the last process.
             refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
@@ -237,7 +237,7 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             counts = {**ones, "out": np.ones(WIDE, np.int32)}
             refused(server, TypeError, "out", counts, step)
             refused(server, ValueError, "local_step must be in", ones, 99)
-            refused(server, ValueError, "comes after", ones, step, push_id=("w", -1))
+            refused(server, ValueError, "comes after", ones, step, push_id=(7, -1))
             with pytest.raises(ValueError, match="rows must name tables"):
                 server.pull({"no table": [1]})
             with pytest.raises(ValueError, match=r"must be in \[0, 300\]"):
@@ -312,7 +312,7 @@ def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
             assert params["user"].dtype == params["item"].dtype == jnp.bfloat16
             assert pull(dtype=jnp.bfloat16)[0]["item"].shape == (ROWS, DIM)
             grads = jax.tree.map(np.ones_like, make_params())
-            result = pushed(grads=grads, local_step=step, push_id=("w", number))
+            result = pushed(grads=grads, local_step=step, push_id=(7, number))
             assert result.global_step == number + 1
         assert called("wait", global_step=1, timeout=0.0) == 2
         assert called("global_step") == called("stats").global_step == 2
