@@ -30,7 +30,8 @@ class Checkpoint(NamedTuple):
     other error while a checkpoint is read is raised, and renames nothing.
 
     Orbax names each array by its keys with dots between them. Two arrays with one name,
-    as in ``{"a.b": x, "a": {"b": y}}``, are an error at the beginning.
+    as in ``{"a.b": x, "a": {"b": y}}``, are an error at the beginning. So is an array
+    that orbax cannot save, because it has no entries or a dtype such as ``uint4``.
 
     Attributes:
       directory: the path of the checkpoints' folder. On Ray, the server's machine and

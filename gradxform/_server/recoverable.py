@@ -64,7 +64,7 @@ class RecoverableServer(ThreadServer[Any]):
             the checkpoints of the ``run`` are gone.
           ValueError: the checkpoint belongs to another job, or is not complete, or
             exists with ``resume=False``; or the directory holds something else; or
-            orbax cannot tell two arrays apart.
+            orbax cannot save an array, or tell two of them apart.
         """
         if self._status is None:
             notes = None

@@ -98,12 +98,13 @@ class Store:
         Raises:
           OSError: another run writes there, or the directory is not writable, or not
             that of the run.
-          ValueError: it holds something else; or orbax cannot tell two arrays of
-            ``state`` apart.
+          ValueError: it holds something else; or orbax cannot save an array of
+            ``state``, or cannot tell two of them apart.
         """
         if self._folder is not None:
             return self._folder.run
         _check_names(state)
+        _check_arrays(state)
         directory = os.fspath(self.checkpoint.directory)
         if not is_remote(directory):
             folder = Folder(directory, run)
@@ -327,6 +328,26 @@ def _check_names(state: Mapping[str, Any]) -> None:
                 f"checkpoint: {' and '.join(map(structures.path_name, same))} would be "
                 f"saved under the one name {name!r}. Rename one of them."
             )
+
+
+def _check_arrays(state: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if orbax could not save one of the arrays."""
+    tensorstore = require("tensorstore", "checkpoint")  # In it orbax saves arrays.
+    for path, x in jax.tree.leaves_with_path(state):
+        if x.size == 0:
+            raise ValueError(
+                f"checkpoint: orbax cannot save {structures.path_name(path)}, of shape "
+                f"{list(x.shape)}: it has no entries. Leave it out of the job."
+            )
+        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+            continue  # A key of JAX, whose numbers orbax saves.
+        try:
+            tensorstore.dtype(x.dtype.name)
+        except ValueError:
+            raise ValueError(
+                f"checkpoint: orbax cannot save {structures.path_name(path)}, of dtype "
+                f"{x.dtype}. Keep it in a dtype that it knows, such as uint8."
+            ) from None
 
 
 def _tell(error: Exception) -> None:

@@ -676,6 +676,61 @@ def test_arrays_that_orbax_cannot_tell_apart_are_refused_at_once(
     assert ended(engine, job)[2].counts().pushed == 3  # Nothing is saved.
 
 
+def saves(x, directory):
+    """Whether orbax alone saves an array, and reads it."""
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(directory, options=options) as manager:
+        try:
+            manager.save(1, args=ocp.args.StandardSave({"x": x}))
+        except ValueError:
+            return False
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"x": x})
+        read = manager.restore(1, args=ocp.args.StandardRestore(like))["x"]
+    assert read.dtype == x.dtype
+    return True
+
+
+SAVED = ["bool", "int4", "int8", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
+UNSAVED = ["uint4", "float8_e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("x", "is_saved"),
+    [
+        (np.zeros((0, 3), np.float32), False),
+        (np.zeros((3, 0), np.int32), False),
+        (np.zeros((1, 1), np.float32), True),
+        (np.float32(0.0), True),
+        *((np.zeros(2, jnp.dtype(name)), True) for name in SAVED),
+        *((np.zeros(2, jnp.dtype(name)), False) for name in UNSAVED),
+        (jax.random.key(0), True),
+        (jax.random.split(jax.random.key(0), 0), False),
+    ],
+    ids=lambda x: f"{x.dtype}{x.shape}" if hasattr(x, "dtype") else str(x),
+)
+@pytest.mark.parametrize("where", ["params", "state"])
+def test_an_array_that_orbax_cannot_save_is_refused_at_once(
+    where, x, is_saved, tmp_path
+):
+    """Orbax alone says which ones it saves."""
+    assert is_saved == saves(jax.device_put(x), tmp_path / "alone")
+    of_params = where == "params"
+    params = {"w": jnp.asarray(X)} | ({"x": jax.device_put(x)} if of_params else {})
+    state = {} if of_params else {"x": jax.device_put(x)}
+    none = dict.fromkeys(params) | {"w": X}
+    worker = engines.Worker(lambda _: (0.0, none))
+    job, directory = engines.Job(params, with_state(state), [worker], 3), tmp_path / "r"
+    if is_saved:
+        assert ended(engines.simulated, job, checkpoint=directory)[2].resumed is None
+        assert ended(engines.simulated, job, checkpoint=directory)[2].resumed == 3
+        return
+    shown = rf"'{where}'.*'x'\], of (shape|dtype) "
+    with pytest.raises(ValueError, match=f"orbax cannot save .*{shown}"):
+        ended(engines.simulated, job, checkpoint=directory)
+    assert not directory.exists()
+    assert ended(engines.simulated, job)[2].counts().pushed == 3  # Nothing is saved.
+
+
 # No memory.
 
 
