@@ -39,7 +39,8 @@ class Checkpoint(NamedTuple):
       every_steps: saves whenever the global step is a multiple of it; None for never.
       every_seconds: saves after a step if this many seconds have passed since the last
         checkpoint was begun; None for never.
-      max_to_keep: how many of the newest are kept; None for all.
+      max_to_keep: how many of the newest are kept; None for all. An older one that
+        cannot be deleted, or that is a link, stays, and a warning names it.
       resume: whether to go on from the newest checkpoint, if there is one. If False, an
         existing checkpoint is an error: nothing is ever overwritten.
       settings: what the run depends on besides its job, by name, such as

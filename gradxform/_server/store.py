@@ -54,6 +54,7 @@ class Store:
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
         self._failed = False  # Whether the last attempt has failed, or is under way.
+        self._left: set[int] = set()  # Old ones that cannot be deleted.
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._begun = time.monotonic()
@@ -76,7 +77,8 @@ class Store:
         manager: CheckpointManager = self._orbax.CheckpointManager(
             self.checkpoint.directory,
             options=self._orbax.CheckpointManagerOptions(
-                max_to_keep=self.checkpoint.max_to_keep,
+                # An old one that cannot be deleted is no reason to fail: see `_prune`.
+                max_to_keep=None,
                 create=False,
                 cleanup_tmp_directories=clean,
                 multiprocessing_options=options,
@@ -205,6 +207,30 @@ class Store:
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
             self._folder.mark_saved()
+        if not self._together or jax.process_index() == 0:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Deletes old checkpoints. One that cannot be deleted is told once, and stays.
+
+        Each later checkpoint tries again.
+        """
+        if (most := self.checkpoint.max_to_keep) is None:
+            return
+        with self._manager() as manager:
+            for pushes in sorted(manager.all_steps())[:-most]:
+                try:
+                    (self._folder or manager).delete(pushes)
+                except FileNotFoundError:
+                    continue  # Somebody else has deleted it.
+                except OSError as error:
+                    if pushes not in self._left:
+                        logger.warning(
+                            "checkpoint: %s is old, but cannot be deleted: %s",
+                            self._where(pushes),
+                            summary(error),
+                        )
+                    self._left.add(pushes)
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None

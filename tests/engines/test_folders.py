@@ -227,7 +227,7 @@ NO_DESCRIPTOR = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 def test_a_folder_that_could_not_be_taken_is_free(error, tmp_path, monkeypatch):
     wanted = folder.Folder(str(tmp_path))
     with monkeypatch.context() as patch:
-        failing(patch, pathlib.Path, "write_text", error)
+        failing(patch, os, "replace", error)
         with pytest.raises(type(error)):
             wanted.take()
     with pytest.raises(OSError, match="owner is missing or empty"):
@@ -605,6 +605,165 @@ def test_a_folder_that_cannot_be_listed_is_not_sealed(saved, tmp_path, monkeypat
         folder.SUMS,
         *(name for name in files_in(tmp_path / "20") if "/" not in name),
     }
+
+
+# Old ones.
+
+
+def keep_by_a_link(directory, monkeypatch):
+    directory.rename(directory.parent.parent / "elsewhere")
+    directory.symlink_to(directory.parent.parent / "elsewhere")
+
+
+def keep_by_permissions(directory, monkeypatch):
+    """As for a user who is not root."""
+    unlink = os.unlink
+
+    def refuse(path, *args, dir_fd=None):
+        at = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else ""
+        if f"{directory}/" in os.path.join(at, path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, *args, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+
+
+@pytest.mark.parametrize("keep", [keep_by_a_link, keep_by_permissions])
+def test_an_old_checkpoint_that_cannot_be_deleted_stays(
+    engine, keep, tmp_path, monkeypatch, caplog
+):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, 10, None, max_to_keep=2)
+
+    def train(pushes):
+        job = make_job(pushes, required=1, count=1)
+        with engine(job, checkpoint=checkpoint) as run:
+            for _ in run.pushes:
+                run.server.flush()
+            return run.counts()[:3], run.resumed
+
+    assert train(20) == ((20, 20, 0), None)
+    before = files_in(directory / "10")
+    with monkeypatch.context() as patch:
+        keep(directory / "10", patch)
+        assert train(60) == ((60, 60, 0), 20)
+        assert files_in(directory / "10") == before
+    assert {*steps_in(directory)} == {10, 50, 60}
+    sealed = directory.glob(f"*/{folder.SUMS}")
+    assert {path.parent.name for path in sealed} == {"10", "50", "60"}
+    (message,) = told(caplog)  # Once, though four checkpoints were written.
+    assert f"{directory}/10 is old, but cannot be deleted: " in message
+    caplog.clear()
+    assert train(70) == ((70, 70, 0), 60)
+    if keep is keep_by_permissions:  # Now it can be deleted.
+        assert {*steps_in(directory)} == {60, 70}
+        assert not told(caplog)
+    else:
+        assert {*steps_in(directory)} == {10, 60, 70}
+        assert files_in(tmp_path / "elsewhere") == before
+
+
+def test_half_of_a_deleted_checkpoint_is_not_taken_for_all_of_it(saved, tmp_path):
+    """The end of the process may come between any two files."""
+    total = len(files_in(tmp_path / "10")) + 1
+    unlink, left = os.unlink, 0
+
+    def stop(path, *args, **options):
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        unlink(path, *args, **options)
+
+    mine = folder.Folder(str(tmp_path))
+    whole = tmp_path.parent / f"{tmp_path.name} whole"
+    shutil.copytree(tmp_path / "10", whole)
+    for files in range(total):
+        shutil.rmtree(tmp_path / "10", ignore_errors=True)
+        shutil.copytree(whole, tmp_path / "10")
+        left = files
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "unlink", stop)
+            with contextlib.suppress(KeyboardInterrupt):
+                mine.delete(10)
+        if (tmp_path / "10").exists():
+            assert (mine.fault(10) is None) == (files == 0)
+    assert not (tmp_path / "10").exists()
+
+
+# Links.
+
+
+@pytest.mark.parametrize("name", [folder.LOCK, folder.OWNER, f"{folder.OWNER}.tmp"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "link to nothing", "folder"])
+def test_no_file_outside_of_the_folder_changes(name, kind, tmp_path):
+    """Whatever has the name of one of our files."""
+    directory, outside = tmp_path / "run", tmp_path / "outside"
+    directory.mkdir()
+    outside.mkdir()
+    (outside / "precious").write_text("precious\n")
+    path = directory / name
+    if kind == "link":
+        path.symlink_to(outside / "precious")
+    elif kind == "hard link":
+        path.hardlink_to(outside / "precious")
+    elif kind == "link to nothing":
+        path.symlink_to(outside / "nothing")
+    else:
+        path.mkdir()
+    if kind == "folder" or (name == folder.LOCK and "hard" not in kind):
+        # Two runs that lock different files would both have the folder.
+        where = re.escape(str(directory / name).removesuffix(".tmp"))
+        with pytest.raises(OSError, match=f"checkpoint: {where} cannot be "):
+            save(directory)
+        assert {*directory.iterdir()} <= {path, directory / folder.LOCK}
+    else:
+        state = save(directory)[1]
+        assert not (directory / folder.OWNER).is_symlink()
+        text = (directory / folder.OWNER).read_text()
+        assert text.startswith("run ")
+        assert text.endswith(folder.SAVED)
+        assert bits(save(directory)[1]) == bits(state)  # It goes on from there.
+    assert files_in(outside) == {"precious": b"precious\n"}
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_a_link_that_is_made_during_a_run_is_not_followed(kind, tmp_path):
+    """The second and third time that files of the folder are written."""
+    precious = tmp_path / "precious"
+    mine = folder.Folder(str(tmp_path / "run"))
+    mine.take()
+    owner = tmp_path / "run" / folder.OWNER
+    sums = tmp_path / "run" / "10" / folder.SUMS
+    sums.parent.mkdir()
+    for path in (owner, sums, sums.with_name(f"{folder.SUMS}.tmp")):
+        text = path.read_text() if path == owner else "precious\n"
+        precious.write_text(text)
+        path.unlink(missing_ok=True)
+        path.symlink_to(precious) if kind == "link" else path.hardlink_to(precious)
+        if path == owner:
+            mine.mark_saved()
+            assert owner.read_text() == text + folder.SAVED
+        else:
+            for item in folder.ITEMS:
+                (sums.parent / item).mkdir(exist_ok=True)
+                (sums.parent / item / "x").write_text("x")
+            mine.seal(10)
+            assert {*json.loads(sums.read_text())} == {"counters/x", "state/x"}
+            assert not sums.is_symlink()
+        assert precious.read_text() == text
+    mine.release()
+
+
+def test_a_broken_checkpoint_takes_the_name_of_no_link(saved, tmp_path, caplog):
+    (tmp_path / "20.broken").symlink_to(tmp_path / "nothing")
+    for path in (tmp_path / "20" / "state").iterdir():
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert save(tmp_path)[2].resumed == 10
+    (note,) = told(caplog)
+    assert "It is now" in note
+    assert (tmp_path / "20.broken").is_symlink()
+    assert [*tmp_path.glob("20.broken-*")]
 
 
 # Another job's.
