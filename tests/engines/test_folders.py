@@ -849,7 +849,7 @@ def saves(x, directory):
     return True
 
 
-SAVED = ["bool", "int4", "int8", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
+SAVED = ["bool", "int8", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
 UNSAVED = ["uint4", "float8_e4m3"]
 
 
