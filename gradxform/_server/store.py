@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from gradxform._checks import structures
 from gradxform._server.checkpoints import Checkpoint
@@ -365,7 +366,7 @@ def _check_arrays(state: Mapping[str, Any]) -> None:
                 f"checkpoint: orbax cannot save {structures.path_name(path)}, of shape "
                 f"{list(x.shape)}: it has no entries. Leave it out of the job."
             )
-        if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
             continue  # A key of JAX, whose numbers orbax saves.
         try:
             tensorstore.dtype(x.dtype.name)

@@ -130,7 +130,7 @@ def ended_by(number: int, end: Callable[[], None], wanted: bool) -> Iterator[Non
 
 @contextlib.contextmanager
 def handled(
-    number: int, handler: Callable[..., None] | signal.Handlers, wanted: bool
+    number: int, handler: Callable[..., object] | int, wanted: bool
 ) -> Iterator[None]:
     """Handles a signal, if wanted; only the main thread ever gets signals."""
     if not wanted or threading.current_thread() is not threading.main_thread():
