@@ -19,16 +19,12 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform._checks import arguments
+from gradxform._checks import arguments, nested
 from gradxform._config import keras, schedules
 from gradxform._trees.extra_args import with_extra_args_support
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
-_MAX_DEPTH = 100  # A level takes up to five calls of Python's stack of 1,000.
-
-# Entries of a config, if each alias of YAML is written out. Strings count by length.
-_MAX_SIZE = 100_000
 _MAX_TEXT = 3_000  # Characters of an error: its first and last ones are kept.
 
 # Limits may be infinite: then they never act. All other numbers must be finite.
@@ -125,11 +121,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
     try:
-        if _size(config, 0, {}) > _MAX_SIZE:
-            raise ValueError(
-                f"config has more than {_MAX_SIZE:,} entries, if each alias of YAML is "
-                "written out. Leave out what the function does not need."
-            )
+        nested.small("config", config)
         plain = _plain(config, "config")
         tx = _make(plain, "config")  # Translates Keras's configs.
         arguments.transformation("config, by its 'name',", tx)
@@ -176,34 +168,6 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     return copy.deepcopy(config)
 
 
-def _size(value: object, depth: int, known: dict[tuple[int, int], Any]) -> int:
-    """How many entries a value has, with those that aliases repeat.
-
-    Aliases of YAML refer to one object, and a few lines of them stand for billions of
-    entries. So each object is looked at once for each depth at which it lies. What is
-    too deep does not count.
-
-    Args:
-      value: of the config.
-      depth: its depth there.
-      known: the sizes so far, by the identities of objects and by their depth, with
-        the objects, so that no other one gets their identity.
-    """
-    if isinstance(value, str):
-        return 1 + len(value) // 100
-    key = id(value), depth
-    if depth <= _MAX_DEPTH and key not in known:
-        read = value.to_dict() if hasattr(value, "to_dict") else value
-        entries: Iterable[object] = ()
-        if isinstance(read, Mapping):
-            entries = (x for pair in read.items() for x in pair)
-        elif isinstance(read, list | tuple):
-            entries = read
-        sizes = (_size(entry, depth + 1, known) for entry in entries)
-        known[key] = 1 + sum(sizes), value, read
-    return known[key][0] if key in known else 1
-
-
 def _at(where: str, key: object) -> str:
     """The place of an entry."""
     return f"{where}[{_shown(key)}]"
@@ -216,19 +180,17 @@ def _shown(value: object) -> str:
         return f"a {type(value).__name__} with a number of thousands of digits"
 
 
-def _plain(value: object, where: str, depth: int = 0, key: object = None) -> Any:
+def _plain(value: object, where: str, key: object = None) -> Any:
     """A copy, checked to hold only values of JSON and finite numbers."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"config is nested more than {_MAX_DEPTH} deep.")
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
         for k in value:
             if isinstance(k, int | float):  # JSON has strings alone, but YAML these.
                 _plain(k, _at(where, k))
-        return {k: _plain(v, _at(where, k), depth + 1, k) for k, v in value.items()}
+        return {k: _plain(v, _at(where, k), k) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        entries = [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        entries = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return tuple(entries) if isinstance(value, tuple) else entries
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(

@@ -1073,9 +1073,26 @@ def test_a_warning_names_changed_settings(tmp_path, caplog):
     assert saved["settings"] == {"seed": 1, "sizes": [1, 2], "more": True}
 
 
-@pytest.mark.parametrize("settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}])
+@pytest.mark.parametrize("levels", [5, 9, 40, 200])
+def test_settings_of_aliases_are_refused_at_once(levels, tmp_path):
+    """As from a file of YAML with a line for each level."""
+    value = 1.0
+    for _ in range(levels):
+        value = [value] * 9 if levels < 100 else [value]
+    checkpoint = engines.Checkpoint(tmp_path / "new", settings={"x": value, "y": value})
+    says = "nested more than 100 deep" if levels > 100 else "more than 100,000 entries"
+    with pytest.raises(ValueError, match=f"settings (has|is) {says}") as raised:
+        ended(engines.simulated, make_job(9), checkpoint=checkpoint)
+    assert len(str(raised.value)) < 500
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}, {"x" * 10**6: np.int32(3)}]
+)
 def test_settings_are_json_values(settings, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
-    with pytest.raises(TypeError, match="settings must be JSON values, got"):
+    with pytest.raises(TypeError, match=r"settings must be JSON values, got") as raised:
         ended(engines.simulated, make_job(3), checkpoint=checkpoint)
+    assert len(str(raised.value)) < 1200
     assert not (tmp_path / "new").exists()
