@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -394,18 +395,48 @@ def arrays(params: optax.Params) -> None:
             )
 
 
+def some_gradient(name: str, grads: optax.Updates) -> None:
+    """Raises ``ValueError`` if no leaf has a gradient."""
+    if not any(map(maps.has_gradient, jax.tree.leaves(grads))):
+        raise ValueError(
+            f"{name} has no gradient for any leaf of params; differentiate a loss that "
+            "depends on at least one of them."
+        )
+
+
 def is_usable(leaf: object) -> bool:
     """Whether a leaf of a tree holds numbers now: an array, or a number."""
+    if isinstance(leaf, SparseLeaf):  # Its other arrays are made from the indices.
+        leaf = leaf.values
     if isinstance(leaf, jax.Array):
         return not isinstance(leaf, jax.core.Tracer) and not leaf.is_deleted()
-    return hasattr(leaf, "dtype") or isinstance(leaf, complex | float | int)
+    if type(leaf) is np.ndarray:  # Faster than to ask JAX.
+        return _is_taken(leaf.dtype)
+    return _refusal(leaf) is None
+
+
+@functools.cache
+def _is_taken(dtype: np.dtype[Any]) -> bool:
+    return _refusal(np.empty((), dtype)) is None
+
+
+def _refusal(leaf: object) -> str | None:
+    """JAX's words about something that is no array for it; None if it is one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):  # For JAX it has a type.
+        return "It has no numbers."
+    try:
+        jax.typeof(leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+        return str(error)
+    return None
 
 
 def usable(name: str, tree: PyTree[Leaf]) -> None:
     """Raises unless each leaf of a tree holds numbers now.
 
     Raises:
-      TypeError: one is no array, or traced; the error names its path.
+      TypeError: one is traced, or no array that JAX takes, such as a big-endian or a
+        masked one; the error names its path.
       RuntimeError: one was deleted, or donated to a program.
     """
     for path, leaf in jax.tree.leaves_with_path(tree):
@@ -422,7 +453,21 @@ def usable(name: str, tree: PyTree[Leaf]) -> None:
                 "it was donated to a program, or deleted. Use it before that, or give "
                 "the program a copy."
             )
-        raise TypeError(f"{name} has {leaf!r} at {path_name(path)}, which is no array.")
+        raise TypeError(_no_array(name, path_name(path), leaf))
+
+
+def _no_array(name: str, where: str, leaf: object) -> str:
+    """The words of the error for a leaf that is no array for JAX."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        given = f"a {type(leaf).__name__} of dtype {leaf.dtype}"
+    elif isinstance(leaf, int):
+        given = f"an integer of {leaf.bit_length()} bits"
+    else:
+        given = repr(leaf)
+        given = given if len(given) <= 200 else f"{given[:200]}..."
+        return f"{name} has {given} at {where}, which is no array."
+    why = str(_refusal(leaf)).rstrip(".")
+    return f"{name} has {given} at {where}, which JAX does not take: {why}. Convert it."
 
 
 def same_dtypes(

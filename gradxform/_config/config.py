@@ -19,13 +19,13 @@ import numpy as np
 import optax
 
 import gradxform as gx
-from gradxform._checks import arguments
+from gradxform._checks import arguments, nested
 from gradxform._config import keras, schedules
 from gradxform._trees.extra_args import with_extra_args_support
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
-_MAX_DEPTH = 100  # A level takes up to five calls of Python's stack of 1,000.
+_MAX_TEXT = 3_000  # Characters of an error: its first and last ones are kept.
 
 # Limits may be infinite: then they never act. All other numbers must be finite.
 _LIMITS = {"clipnorm", "clipvalue", "global_clipnorm", "max_delta", "max_norm"}
@@ -76,7 +76,9 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     Raises:
       ValueError: a key or a name is unknown, or a key is missing; a number is NaN,
         larger than float32 or int32 holds, or infinite without being a limit; dicts and
-        lists are nested more than 100 deep; a config of Keras has an option that is not
+        lists are nested more than 100 deep; there are more than 100,000 entries, where
+        one that aliases of YAML repeat counts each time; a config of Keras has an
+        option that is not
         offered here (``use_ema=True``); the function that is called refuses an
         argument, such as a negative ``eps``.
       TypeError: a value is none of JSON; a flag is not true or false, or another
@@ -118,9 +120,18 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     Traceback (most recent call last):
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
-    plain = _plain(config, "config")
-    tx = _make(plain, "config")  # Translates Keras's configs.
-    arguments.transformation("config, by its 'name',", tx)
+    try:
+        nested.small("config", config)
+        plain = _plain(config, "config")
+        tx = _make(plain, "config")  # Translates Keras's configs.
+        arguments.transformation("config, by its 'name',", tx)
+    except (TypeError, ValueError) as error:
+        if len(text := str(error)) <= _MAX_TEXT:
+            raise
+        half = _MAX_TEXT // 2
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        # Its causes have the long text, too.
+        raise kind(f"{text[:half]} ... {text[-half:]}") from None
     tx = with_extra_args_support(tx)
     setattr(tx, _KEPT, plain)
     return tx
@@ -157,16 +168,29 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     return copy.deepcopy(config)
 
 
-def _plain(value: object, where: str, depth: int = 0, key: object = None) -> Any:
+def _at(where: str, key: object) -> str:
+    """The place of an entry."""
+    return f"{where}[{_shown(key)}]"
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python refuses to write so many digits.
+        return f"a {type(value).__name__} with a number of thousands of digits"
+
+
+def _plain(value: object, where: str, key: object = None) -> Any:
     """A copy, checked to hold only values of JSON and finite numbers."""
-    if depth > _MAX_DEPTH:
-        raise ValueError(f"config is nested more than {_MAX_DEPTH} deep.")
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
-        return {k: _plain(v, f"{where}[{k!r}]", depth + 1, k) for k, v in value.items()}
+        for k in value:
+            if isinstance(k, int | float):  # JSON has strings alone, but YAML these.
+                _plain(k, _at(where, k))
+        return {k: _plain(v, _at(where, k), k) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        entries = [_plain(v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value)]
+        entries = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return tuple(entries) if isinstance(value, tuple) else entries
     if value is not None and not isinstance(value, bool | int | float | str):
         raise TypeError(
@@ -178,8 +202,8 @@ def _plain(value: object, where: str, depth: int = 0, key: object = None) -> Any
     is_limit = key in _LIMITS and value == np.inf
     if isinstance(value, int | float) and not (abs(value) <= largest or is_limit):
         raise ValueError(
-            f"{where} must be finite in float32, or an int32, got {value!r}. For a "
-            "larger integer, write 1e10."
+            f"{where} must be finite in float32, or an int32, got {_shown(value)}. For "
+            "a larger integer, write 1e10."
         )
     return value
 
@@ -196,7 +220,7 @@ def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
     _run(keras.translate, where, config=value)
     is_call = isinstance(value.get("name"), str)
     made = {
-        k: v if is_call and k in AS_THEY_ARE else _make(v, f"{where}[{k!r}]", k)
+        k: v if is_call and k in AS_THEY_ARE else _make(v, _at(where, k), k)
         for k, v in value.items()
     }
     if is_call:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import jax
 import optax
 
-from gradxform._checks import arguments
+from gradxform._checks import arguments, structures
 from gradxform._ray.followers import CALLS, Follower
 from gradxform._ray.layout import Layout, Shardings
 from gradxform._ray.leader import Leader
@@ -179,8 +179,18 @@ class Processes:
 def message(
     layout: Layout | None, grads: optax.Updates, extra: dict[str, Any]
 ) -> tuple[optax.Updates | PushMessage, dict[str, Any]]:
-    """The arguments of a push, as the server's actor takes them."""
-    if layout is None:
-        return grads, extra
-    push_id = extra.pop("push_id", None)
-    return PushMessage.of(layout, grads, extra), {"push_id": push_id}
+    """The arguments of a push, as the server's actor takes them.
+
+    Raises:
+      TypeError: a leaf is no array; or the server has several processes, and ``grads``
+        does not fit. The error names the first path.
+      ValueError: no leaf has a gradient, and the server has several processes.
+      RuntimeError: an array is deleted.
+    """
+    own = {"push_id": extra.pop("push_id", None)}
+    if layout is not None:
+        return PushMessage.of(layout, grads, extra), own
+    # Before Ray pickles them. The server checks the rest.
+    structures.usable("grads", grads)
+    structures.usable("extra", extra)
+    return grads, extra | own

@@ -23,7 +23,14 @@ from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past, summary
-from gradxform.engines._ending import ending, handled, terminated, uninterrupted
+from gradxform.engines._ending import (
+    ending,
+    ends_runs,
+    give_back,
+    handled,
+    terminated,
+    uninterrupted,
+)
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._work import (
@@ -112,12 +119,13 @@ def ray(
     # Several workers cannot have one name.
     of_worker = options_of("worker_options", worker_options, "name")
     run = _Ray(ray, job, max_deaths, of_worker)
+    before = signal.getsignal(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
-            is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+            ends = ends_runs(signal.SIGTERM)
             try:
                 if address:
-                    with handled(signal.SIGTERM, lambda *_: sys.exit(), is_free):
+                    with handled(signal.SIGTERM, lambda *_: sys.exit(), ends):
                         connect(address, connect_timeout)
                 stack.enter_context(
                     _cluster(ray, len(job.workers) + server_processes, address)
@@ -125,9 +133,9 @@ def ray(
             except SystemExit:  # Also Ray's own answer to ``SIGTERM``, while it starts.
                 terminated(None, given)
         # As early as possible: Ray's handler ends the process without saving the run.
-        handler = signal.getsignal(signal.SIGTERM)
-        rays = getattr(handler, "__module__", "").startswith("ray.")
-        with handled(signal.SIGTERM, signal.SIG_DFL, rays), ending(run, given):
+        own = signal.SIG_DFL if before is None or _is_rays(before) else before
+        rays = _is_rays(signal.getsignal(signal.SIGTERM))
+        with handled(signal.SIGTERM, own, rays), ending(run, given):
             processes = Processes(layout, job, options)
             how = given, max_deaths, Connection(ray), run.check
             server = RayServer(processes, layout, *how)
@@ -164,7 +172,12 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
             with uninterrupted():
                 ray.shutdown()
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)  # Ray has set a handler of its own.
+            give_back(signal.SIGTERM, before)  # Ray has set a handler of its own.
+
+
+def _is_rays(handler: object) -> bool:
+    """Whether Ray has set the handler of a signal."""
+    return getattr(handler, "__module__", "").startswith("ray.")
 
 
 class _RayWorker:

@@ -19,7 +19,7 @@ from gradxform._ray.layout import Layout
 from gradxform._ray.wire import Bytes, Payload
 from gradxform._rows.stored_rows import unchecked
 from gradxform._rows.table_rows import TableRows
-from gradxform._server.programs import check_fits
+from gradxform._server.programs import checked
 from gradxform._server.reader import Ids
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf
@@ -53,11 +53,13 @@ class PushMessage(NamedTuple):
         """Packs a worker's push, for each process.
 
         Raises:
-          TypeError: ``grads`` does not fit; the error names the first path.
+          TypeError: ``grads`` does not fit, or a leaf is no array; the error names the
+            first path.
+          ValueError: no leaf has a gradient.
+          RuntimeError: an array is deleted.
         """
         wire.register()
-        grads = maps.without_float0(grads)
-        check_fits(layout.types, grads)
+        grads = checked(layout.types, grads, extra)
         cuts: list[tuple[np.ndarray[Any, Any], int]] = []  # The leaves, and axes.
         cut_of = layout.cut_of()
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import optax
 
-from gradxform._checks import arguments, structures
+from gradxform._checks import arguments
 from gradxform._ray.actors import Check, Processes, message
 from gradxform._ray.connect import Connection
 from gradxform._ray.layout import Layout
@@ -138,7 +138,6 @@ class RayServer:
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
         arguments.not_while_tracing("push")
-        structures.usable("grads", grads)
         grads, extra = message(self.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from gradxform._checks import arguments
+from gradxform._checks import arguments, nested
 from gradxform._server.folder import path_of
 
 
@@ -30,7 +30,8 @@ class Checkpoint(NamedTuple):
     other error while a checkpoint is read is raised, and renames nothing.
 
     Orbax names each array by its keys with dots between them. Two arrays with one name,
-    as in ``{"a.b": x, "a": {"b": y}}``, are an error at the beginning.
+    as in ``{"a.b": x, "a": {"b": y}}``, are an error at the beginning. So is an array
+    that orbax cannot save, because it has no entries or a dtype such as ``uint4``.
 
     Attributes:
       directory: the path of the checkpoints' folder. On Ray, the server's machine and
@@ -38,12 +39,13 @@ class Checkpoint(NamedTuple):
       every_steps: saves whenever the global step is a multiple of it; None for never.
       every_seconds: saves after a step if this many seconds have passed since the last
         checkpoint was begun; None for never.
-      max_to_keep: how many of the newest are kept; None for all.
+      max_to_keep: how many of the newest are kept; None for all. An older one that
+        cannot be deleted, or that is a link, stays, and a warning names it.
       resume: whether to go on from the newest checkpoint, if there is one. If False, an
         existing checkpoint is an error: nothing is ever overwritten.
       settings: what the run depends on besides its job, by name, such as
-        ``{"seed": 0}``: any JSON value. They are saved, too, and a run that goes on
-        with other settings says so.
+        ``{"seed": 0}``: any JSON value of at most 100,000 entries. They are saved, too,
+        and a run that goes on with other settings says so.
     """
 
     directory: str | os.PathLike[str]
@@ -65,11 +67,14 @@ class Checkpoint(NamedTuple):
                 arguments.in_range(name, getattr(self, name), "[1, inf)", integer=True)
         if self.every_seconds is not None:
             arguments.in_range("every_seconds", self.every_seconds, "[0, inf]")
+        nested.small("settings", self.settings)
         try:  # The form in which a checkpoint gives them back.
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:
+            shown = repr(self.settings)
+            shown = shown if len(shown) <= 1000 else f"{shown[:1000]} ..."
             raise TypeError(
-                f"settings must be JSON values, got {self.settings!r}: {error}."
+                f"settings must be JSON values, got {shown}: {error}."
             ) from error
         directory = path_of("checkpoint", self.directory)
         return self._replace(directory=directory, settings=settings)

@@ -43,6 +43,7 @@ class Core:
       specs: of parameters and state.
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
+      numbered: whether the numbers of a worker's pushes are 0, 1, 2 and so on.
       ahead: see :meth:`RecoverableServer.note`.
       after_step: is called in the turn of a push that has made a step.
       waiting: the step that each caller of `wait` waits for, by the queue of its
@@ -67,6 +68,7 @@ class Core:
         self._devices = len(self.specs.placement.everywhere.device_set)
         self.version = records.Version.of(params, state)
         self.takes = math.inf
+        self.numbered = False
         self.ahead: records.Ahead = {}
         self.after_step: Callable[[], object] | None = None
         self._accumulated = 0  # Pushes accepted since the last step.
@@ -100,7 +102,7 @@ class Core:
         Raises:
           TakesNoMoreError: the workers have made all their pushes.
           ValueError: ``local_step`` is of another incarnation; ``push_id`` is below the
-            last one of its worker.
+            last one of its worker, or leaves out a number of a run.
         """
         self.check_usable()
         if push_id is not None:
@@ -122,15 +124,23 @@ class Core:
 
     def _answer_to(self, push_id: records.PushId) -> records.PushResult | None:
         """The answer that this push received earlier; None if it is new."""
-        known = self._tally.answers.get(push_id[0])
-        if known is None or push_id[1] > known.number:
-            return None
-        if push_id[1] == known.number:
+        worker, number = push_id
+        known = self._tally.answers.get(worker)
+        if known is not None and number == known.number:
             return known.result
-        raise ValueError(
-            f"push_id={push_id} comes after {push_id[0], known.number}: give each "
-            "push of a worker a higher number than the one before."
-        )
+        if known is not None and number < known.number:
+            raise ValueError(
+                f"push_id={push_id} comes after {worker, known.number}: give each "
+                "push of a worker a higher number than the one before."
+            )
+        expected = self._tally.last(worker).number + 1
+        if self.numbered and number != expected:  # The counts of a run rely on it.
+            raise ValueError(
+                f"push_id={push_id}: the next push of worker {worker} has the number "
+                f"{expected}. In a run the pushes of a worker have the numbers 0, 1, "
+                "2 and so on."
+            )
+        return None
 
     def _run(self, prepared: Prepared, local_step: int) -> records.PushResult:
         old = self.version

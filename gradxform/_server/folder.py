@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pathlib
 import re
 import secrets
+import shutil
 import socket
 import time
 import zlib
@@ -103,7 +105,11 @@ class Folder:
                 self.check_own()
             process = f"process {os.getpid()} on {socket.gethostname()}\n"
             said = f"run {self.run} of {process}{SAVED * self.has_saved}"
-            (self._path / OWNER).write_text(said)
+            try:
+                _write(self._path / OWNER, said)
+            except OSError as error:
+                message = f"checkpoint: {self._path / OWNER} cannot be written"
+                raise OSError(error.errno, f"{message}: {error.strerror}.") from error
         except BaseException:
             self.release()
             raise
@@ -131,8 +137,8 @@ class Folder:
         """Notes in the file of the owner that this run has a checkpoint here."""
         if not self.has_saved:
             # On a full disk the file stays as it is.
-            with contextlib.suppress(OSError), open(self._path / OWNER, "a") as file:
-                file.write(SAVED)
+            with contextlib.suppress(OSError):
+                _write(self._path / OWNER, self._text(OWNER) + SAVED)
                 self.has_saved = True
 
     def release(self) -> None:
@@ -159,14 +165,9 @@ class Folder:
     def seal(self, number: int) -> None:
         """Writes the checksums of a checkpoint's files."""
         where = self._path / f"{number}"
-        half = where / f"{SUMS}.tmp"
         # A full disk leaves it without checksums; it can still be read.
         with contextlib.suppress(OSError):
-            with open(half, "w") as file:
-                json.dump(_sums(where), file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(half, where / SUMS)
+            _write(where / SUMS, json.dumps(_sums(where)))
 
     def fault(self, number: int) -> str | None:
         """The fault in the content of a checkpoint; None if none is known.
@@ -188,13 +189,46 @@ class Folder:
                 return f"{name} {how} since it was written"
         return None
 
+    def delete(self, number: int) -> None:
+        """Deletes an old checkpoint.
+
+        Raises:
+          OSError: it cannot be deleted; or it is a link, which somebody has made.
+        """
+        where = self._path / f"{number}"
+        if where.is_symlink():
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(where))
+        # Its checksums last: with them the rest of it does not pass for all of it.
+        for item in ITEMS:
+            if (where / item).exists():
+                shutil.rmtree(where / item)
+        shutil.rmtree(where)
+
     def set_aside(self, number: int) -> str:
         """Renames a broken checkpoint, which frees its number; returns the new name."""
         new = self._path / f"{number}.broken"
-        if new.exists():
+        if os.path.lexists(new):  # Also if it is a link to nothing.
             new = self._path / f"{number}.broken-{time.time_ns()}"
         os.rename(self._path / f"{number}", new)
         return str(new)
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Replaces a file of the folder by a new one.
+
+    If the path is a link, the link is replaced, and its target does not change. A
+    reader sees the old file or the new one, never half of it.
+    """
+    half = path.with_name(f"{path.name}.tmp")
+    half.unlink(missing_ok=True)  # A process may have died with it.
+    try:
+        with open(half, "x") as file:  # A new file: "x" opens nothing that is there.
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(half, path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def _sums(where: pathlib.Path) -> dict[str, list[int] | None]:

@@ -16,8 +16,8 @@ from gradxform._server.records import (
     PushResult,
     ServerClosedError,
     ServerStats,
+    as_push_id,
     as_step,
-    check_push_id,
     check_step,
 )
 from gradxform._server.transport import Transport
@@ -122,7 +122,7 @@ class ThreadServer(Generic[Params]):
         # The cheap checks come first, and none of them delays other workers.
         local_step = as_step("local_step", local_step)
         if push_id is not None:
-            check_push_id(push_id)
+            push_id = as_push_id(push_id)
         self._core.check_usable()
         check_step(local_step, self._core.version)
         with self._transport.prepared(grads, extra) as prepared:

@@ -191,6 +191,26 @@ def in_sizes(leaf: Leaf) -> Leaf:
     return padded(leaf, size_for(length))
 
 
+def checked(
+    params: PyTree[Any], grads: optax.Updates, extra: dict[str, Any]
+) -> optax.Updates:
+    """Gradients without ``float0``, after all checks before a push is sent in parts.
+
+    One process finds the same when it prepares the push.
+
+    Raises:
+      TypeError: ``grads`` does not fit, or a leaf of either is no array.
+      ValueError: no leaf has a gradient.
+      RuntimeError: an array is deleted.
+    """
+    grads = maps.without_float0(grads)
+    structures.usable("grads", grads)
+    structures.usable("extra", extra)
+    check_fits(params, grads)
+    structures.some_gradient("grads", grads)
+    return grads
+
+
 def check_fits(params: PyTree[Any], grads: optax.Updates) -> None:
     """Raises ``TypeError`` if shapes or dtypes differ, and names the first path.
 

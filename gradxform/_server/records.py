@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import numpy as np
 import optax
 
 from gradxform._checks import arguments
@@ -192,15 +193,40 @@ def check_step(local_step: int, version: Version) -> None:
         arguments.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
-def check_push_id(push_id: object) -> None:
-    """Raises ``TypeError`` unless it is a pair of a worker and a number."""
+def as_push_id(push_id: object) -> PushId:
+    """A caller's pair of a worker and a number, checked; the number as an integer.
+
+    Raises:
+      TypeError: it is no such pair.
+    """
     if not (
         isinstance(push_id, tuple)
         and len(push_id) == 2
         and isinstance(push_id[0], Hashable)
     ):
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
-    arguments.scalar("the number in push_id", push_id[1], integer=True)
+    worker, number = push_id
+    arguments.scalar("the number in push_id", number, integer=True)
+    return worker, operator.index(number)
+
+
+def of_run(push_id: object) -> PushId:
+    """As :func:`as_push_id`, with the index of a worker of a run as an integer.
+
+    A run saves its workers as JSON, and lists them in ascending order.
+
+    Raises:
+      TypeError: the worker is no integer.
+      ValueError: it is negative.
+    """
+    worker, number = as_push_id(push_id)
+    if isinstance(worker, bool) or not isinstance(worker, int | np.integer):
+        raise TypeError(
+            f"push_id: in a run the worker must be an integer, got {worker!r}. Take "
+            "an index that no worker of the run has."
+        )
+    arguments.in_range("the worker in push_id", int(worker), "[0, inf)")
+    return int(worker), number
 
 
 def summary(error: BaseException) -> str:

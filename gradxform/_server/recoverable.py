@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, NoReturn
+
+import optax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ThreadServer
-from gradxform._server.records import Ahead, ServerStatus, Snapshot
+from gradxform._server.records import (
+    Ahead,
+    PushResult,
+    ServerStatus,
+    Snapshot,
+    of_run,
+)
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 
@@ -38,7 +47,7 @@ class RecoverableServer(ThreadServer[Any]):
         together: bool = False,
     ) -> None:
         super().__init__(transport)
-        self._core.takes = pushes
+        self._core.takes, self._core.numbered = pushes, True
         self._store = None if checkpoint is None else Store(checkpoint, together)
         self._status: ServerStatus | None = None
 
@@ -55,7 +64,7 @@ class RecoverableServer(ThreadServer[Any]):
             the checkpoints of the ``run`` are gone.
           ValueError: the checkpoint belongs to another job, or is not complete, or
             exists with ``resume=False``; or the directory holds something else; or
-            orbax cannot tell two arrays apart.
+            orbax cannot save an array, or tell two of them apart.
         """
         if self._status is None:
             notes = None
@@ -80,6 +89,19 @@ class RecoverableServer(ThreadServer[Any]):
         snapshot, notes = self._transport.read_newest(store)
         self._turns.run(self._core.resume, snapshot)
         return notes
+
+    def push(
+        self,
+        grads: optax.Updates,
+        local_step: int,
+        *,
+        push_id: tuple[Hashable, int] | None = None,
+        **extra: object,
+    ) -> PushResult:
+        """See :class:`~gradxform.engines.Server`."""
+        if push_id is not None:
+            push_id = of_run(push_id)
+        return super().push(grads, local_step, push_id=push_id, **extra)
 
     def _save_if_due(self) -> None:
         """In a turn, right after a step: then no sum of pushes is half done."""

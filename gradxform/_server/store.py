@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from gradxform._checks import structures
 from gradxform._server.checkpoints import Checkpoint
@@ -54,6 +55,7 @@ class Store:
         self._attempts = itertools.count()  # The same in all processes.
         self.saved: int | None = None
         self._failed = False  # Whether the last attempt has failed, or is under way.
+        self._left: set[int] = set()  # Old ones that cannot be deleted.
         self._folder: Folder | None = None  # Once it is taken; a bucket has none.
         self._thread = ThreadPoolExecutor(1, "checkpoints")
         self._begun = time.monotonic()
@@ -76,7 +78,8 @@ class Store:
         manager: CheckpointManager = self._orbax.CheckpointManager(
             self.checkpoint.directory,
             options=self._orbax.CheckpointManagerOptions(
-                max_to_keep=self.checkpoint.max_to_keep,
+                # An old one that cannot be deleted is no reason to fail: see `_prune`.
+                max_to_keep=None,
                 create=False,
                 cleanup_tmp_directories=clean,
                 multiprocessing_options=options,
@@ -98,12 +101,13 @@ class Store:
         Raises:
           OSError: another run writes there, or the directory is not writable, or not
             that of the run.
-          ValueError: it holds something else; or orbax cannot tell two arrays of
-            ``state`` apart.
+          ValueError: it holds something else; or orbax cannot save an array of
+            ``state``, or cannot tell two of them apart.
         """
         if self._folder is not None:
             return self._folder.run
         _check_names(state)
+        _check_arrays(state)
         directory = os.fspath(self.checkpoint.directory)
         if not is_remote(directory):
             folder = Folder(directory, run)
@@ -204,6 +208,30 @@ class Store:
         if self._folder is not None:
             self._folder.seal(snapshot.pushes)
             self._folder.mark_saved()
+        if not self._together or jax.process_index() == 0:
+            self._prune()
+
+    def _prune(self) -> None:
+        """Deletes old checkpoints. One that cannot be deleted is told once, and stays.
+
+        Each later checkpoint tries again.
+        """
+        if (most := self.checkpoint.max_to_keep) is None:
+            return
+        with self._manager() as manager:
+            for pushes in sorted(manager.all_steps())[:-most]:
+                try:
+                    (self._folder or manager).delete(pushes)
+                except FileNotFoundError:
+                    continue  # Somebody else has deleted it.
+                except OSError as error:
+                    if pushes not in self._left:
+                        logger.warning(
+                            "checkpoint: %s is old, but cannot be deleted: %s",
+                            self._where(pushes),
+                            summary(error),
+                        )
+                    self._left.add(pushes)
 
     def read_newest(
         self, like: dict[str, Any], read: Callable[[int], Snapshot] | None = None
@@ -327,6 +355,26 @@ def _check_names(state: Mapping[str, Any]) -> None:
                 f"checkpoint: {' and '.join(map(structures.path_name, same))} would be "
                 f"saved under the one name {name!r}. Rename one of them."
             )
+
+
+def _check_arrays(state: Mapping[str, Any]) -> None:
+    """Raises ``ValueError`` if orbax could not save one of the arrays."""
+    tensorstore = require("tensorstore", "checkpoint")  # In it orbax saves arrays.
+    for path, x in jax.tree.leaves_with_path(state):
+        if x.size == 0:
+            raise ValueError(
+                f"checkpoint: orbax cannot save {structures.path_name(path)}, of shape "
+                f"{list(x.shape)}: it has no entries. Leave it out of the job."
+            )
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            continue  # A key of JAX, whose numbers orbax saves.
+        try:
+            tensorstore.dtype(x.dtype.name)
+        except ValueError:
+            raise ValueError(
+                f"checkpoint: orbax cannot save {structures.path_name(path)}, of dtype "
+                f"{x.dtype}. Keep it in a dtype that it knows, such as uint8."
+            ) from None
 
 
 def _tell(error: Exception) -> None:

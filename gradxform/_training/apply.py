@@ -89,11 +89,7 @@ def apply_gradients(
     """
     structures.no_lookahead(params, state)
     structures.same_shapes("grads", grads, "params", params)
-    if not any(map(maps.has_gradient, jax.tree.leaves(grads))):
-        raise ValueError(
-            "grads has no gradient for any leaf of params; differentiate a loss that "
-            "depends on at least one of them."
-        )
+    structures.some_gradient("grads", grads)
     table_rows.no_gradients("params", params)
     grads = table_rows.numbered(params, grads)
     given = maps.stored(params)

@@ -29,23 +29,20 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
     """
     told = False
 
-    def terminate(*_: object) -> None:
+    def terminate() -> None:
         nonlocal told
         told = True
         run.end(Terminated())
 
-    def interrupt(*signalled: object) -> None:
+    def interrupt() -> None:
         # Python drops a handler's exception if it interrupts a destructor.
         run.end(KeyboardInterrupt())
-        before(*signalled)
 
     # A program that ignores Ctrl-C has no function here.
-    before: Any = signal.getsignal(signal.SIGINT)
-    # A program may have a handler of its own.
-    is_free = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    is_heard = callable(signal.getsignal(signal.SIGINT))
     with (
-        handled(signal.SIGTERM, terminate, is_free),
-        handled(signal.SIGINT, interrupt, callable(before)),
+        ended_by(signal.SIGTERM, terminate, ends_runs(signal.SIGTERM)),
+        ended_by(signal.SIGINT, interrupt, is_heard),
     ):
         try:
             yield
@@ -85,9 +82,55 @@ def _outcome(step: int | None, checkpoint: Checkpoint | None) -> str:
     return f"step {step} is saved in {checkpoint.directory}; the same job goes on there"
 
 
+class _Handler:
+    """A run's handler of a signal, which goes on to the handler from before.
+
+    So a signal ends all runs of the main thread, the newest one first. Runs may end in
+    any sequence: the handler of one that is over may still lie below those of others.
+    """
+
+    def __init__(self, number: int, end: Callable[[], None]) -> None:
+        self._end, self.before, self.is_over = end, signal.getsignal(number), False
+
+    def __call__(self, *signalled: object) -> None:
+        self._end()
+        if callable(before := _without_ended(self.before)):
+            before(*signalled)
+
+
+# A handler is of any type that `signal.getsignal` returns.
+def _without_ended(handler: Any) -> Any:
+    """A handler, or the one below it of a run that is not over, or of the program."""
+    while isinstance(handler, _Handler) and handler.is_over:
+        handler = handler.before
+    return handler
+
+
+def ends_runs(number: int) -> bool:
+    """Whether a signal may end a run: a program may have a handler of its own."""
+    handler = signal.getsignal(number)
+    return handler is signal.SIG_DFL or isinstance(handler, _Handler)
+
+
+def give_back(number: int, handler: Any) -> None:  # As above.
+    """Gives a signal back to its handler from before."""
+    signal.signal(number, _without_ended(handler))
+
+
+@contextlib.contextmanager
+def ended_by(number: int, end: Callable[[], None], wanted: bool) -> Iterator[None]:
+    """Lets a signal end a run, and those around it, if wanted."""
+    handler = _Handler(number, end)
+    try:
+        with handled(number, handler, wanted):
+            yield
+    finally:
+        handler.is_over = True
+
+
 @contextlib.contextmanager
 def handled(
-    number: int, handler: Callable[..., None] | signal.Handlers, wanted: bool
+    number: int, handler: Callable[..., object] | int, wanted: bool
 ) -> Iterator[None]:
     """Handles a signal, if wanted; only the main thread ever gets signals."""
     if not wanted or threading.current_thread() is not threading.main_thread():
@@ -98,7 +141,7 @@ def handled(
         yield
     finally:
         if signal.getsignal(number) is handler:  # Nobody has changed it meanwhile.
-            signal.signal(number, before)
+            give_back(number, before)
 
 
 @contextlib.contextmanager

@@ -218,7 +218,12 @@ class Server(Protocol):
         """The parameters and their global step."""
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
-        """Applies gradients, adds them to a sum, or drops them."""
+        """Applies gradients, adds them to a sum, or drops them.
+
+        The run counts a push with ``push_id=(worker, number)`` as one of that worker.
+        So both are integers, and the numbers of a worker are 0, 1, 2 and so on. Take an
+        index that no worker of the run has.
+        """
 
     def state(self) -> dict[str, Any]:
         """Parameters and optimizer state."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import os
+import re
 import tempfile
 import time
 import warnings
@@ -16,6 +17,9 @@ from gradxform._checks import arguments
 from gradxform._server.extras import require
 from gradxform._server.folder import path_of
 from gradxform.engines._job import Push, Run
+
+NAME = "events.out.tfevents."  # A number follows.
+DIGITS = 19  # Of a time in nanoseconds, until the year 2286.
 
 
 class TensorBoard:
@@ -43,7 +47,8 @@ class TensorBoard:
 
     A folder shows one run. A new run hides the older files. A run that goes on from a
     checkpoint hides later points. A run whose server died and went back does so, too,
-    and begins another file. Nothing is ever deleted.
+    and begins another file. Nothing is ever deleted. A clock that goes back hides
+    nothing; points keep the time that it showed.
 
     ``tensorboardX`` writes the files, on a thread of its own. ``clu``'s writers would
     need TensorFlow or PyTorch. If the disk is full the run goes on, and a warning at
@@ -203,8 +208,7 @@ class TensorBoard:
         else:
             self._disk.submit(self._file.close)
             began = push.local_step
-        # TensorBoard reads files in the order of their names.
-        path = os.path.join(self._logdir, f"events.out.tfevents.{time.time_ns()}")
+        path = os.path.join(self._logdir, _next_name(self._logdir))
         self._file = self._tensorboardx.RecordWriter(path)
         self._save(file_version="brain.Event:2")
         # Also in the first file: TensorBoard ignores the first start that it reads.
@@ -226,6 +230,18 @@ class TensorBoard:
                 file.flush()
             except OSError as error:
                 self._error = error
+
+
+def _next_name(logdir: str) -> str:
+    """A name for a new file, after those of the files that are there.
+
+    TensorBoard reads files in the order of their names, which hold the time. The clock
+    of this machine may be behind that of an earlier run.
+    """
+    found = (re.match(re.escape(NAME) + "([0-9]+)", x) for x in os.listdir(logdir))
+    # Some writers take seconds, and no nanoseconds: the next second comes after these.
+    before = [int(x[1][:DIGITS].ljust(DIGITS, "9")) for x in found if x]
+    return f"{NAME}{max([time.time_ns(), *(x + 1 for x in before)])}"
 
 
 def _writable(logdir: str | os.PathLike[str]) -> str:

@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import traceback
 
 os.environ["KERAS_BACKEND"] = "jax"
 
@@ -247,6 +248,52 @@ def test_a_config_that_is_very_deep_or_holds_itself(link):
     for _ in range(49):  # Each link is a dict and a list.
         config, direct = {"name": "chain", "transforms": [config]}, optax.chain(direct)
     agree(gx.from_config(config), direct)
+
+
+def laughs(levels):
+    """As a YAML file of one line for each level; its aliases repeat the one before."""
+    value = {"x": 1.0}
+    for _ in range(levels):
+        value = [value] * 9
+    return value
+
+
+@pytest.mark.usefixtures("bounded")
+@pytest.mark.parametrize("key", ["mask", "eps", "learning_rate", "inner", "nonsense"])
+@pytest.mark.parametrize("levels", [5, 9, 48, 90])
+def test_a_config_of_aliases_is_refused_at_once(key, levels):
+    """Written out, no computer could visit the last."""
+    config = {"name": "novograd", "learning_rate": 0.1, key: laughs(levels)}
+    with pytest.raises(ValueError, match="config has more than 100,000 entries"):
+        gx.from_config(through_ml_collections(config) if levels == 5 else config)
+
+
+@pytest.mark.usefixtures("bounded")
+def test_a_config_that_holds_itself_many_times_is_refused_at_once():
+    endless = {"name": "chain", "transforms": []}
+    endless["transforms"] += [endless] * 9
+    with pytest.raises(ValueError, match="config is nested more than 100 deep"):
+        gx.from_config(endless)
+
+
+@pytest.mark.parametrize(
+    ("spare", "shared"), [(0, {"a": True}), (1, {"a": True}), (0, "x" * 99)]
+)
+def test_so_many_entries_and_no_more(spare, shared):
+    """Each one counts, also one that aliases repeat; a long string for several."""
+    config = {"name": "novograd", "learning_rate": 0.1, "mask": []}
+    of_each = 3 if isinstance(shared, dict) else 1  # Itself, a key, a value.
+    rest = 1 + 6  # The dict, its keys and values.
+    count, more = divmod(100_000 - rest, of_each)
+    config["mask"] += [shared] * count + [True] * more
+    gx.from_config(config)
+    if not spare:
+        config["mask"][0] = True if of_each == 1 else {"a": [True]}
+    config["mask"] += [True] * spare
+    if of_each == 1:
+        config["mask"][1] += "x"  # The hundredth character.
+    with pytest.raises(ValueError, match="config has more than 100,000 entries"):
+        gx.from_config(config)
 
 
 def test_the_config_is_neither_changed_nor_shared():
@@ -849,6 +896,35 @@ def test_an_error_names_the_bad_entry(config, message):
     with pytest.raises((TypeError, ValueError)) as raised:
         gx.from_config(config)
     assert message in str(raised.value)
+
+
+LONG = "x" * 10**6
+
+
+@pytest.mark.parametrize(
+    ("config", "begins", "ends"),
+    [
+        ({"name": LONG}, "config['name']: unknown name 'xxx", ", chain."),
+        ({LONG: 1, "name": "sgd"}, "config['name']: unknown name 'sgd'", ", chain."),
+        ({LONG: 1, **ADAGRAD}, "config: unknown key 'xxx", "global_clipnorm."),
+        ({**ADAGRAD, "eps": LONG}, "config: eps must be a real scalar", "xxx'."),
+        ({**ADAGRAD, "eps": [0.5] * 10**4}, "config: eps must be a real", "0.5]."),
+        ({**ADAGRAD, "eps": {LONG: np.nan}}, "config['eps']['xxx", "write 1e10."),
+        ({"class_name": LONG}, "config: the class 'xxx", "PolynomialDecay."),
+        ({**ADAGRAD, "clipnorm": "1" * 10**6}, "config['clipnorm'] must", "1.0e-3."),
+        ({**ADAGRAD, "eps": 10**5000}, "config['eps'] must be finite", "write 1e10."),
+        ({**ADAGRAD, 10**5000: 1}, "config[a int with a number", "write 1e10."),
+        ({**ADAGRAD, "eps": object()}, "config['eps'] must be a JSON", "in Python."),
+    ],
+)
+def test_an_error_about_a_long_value_is_short(config, begins, ends):
+    """It keeps the place in the config, and what to do. Nor is a long one its cause."""
+    with pytest.raises((TypeError, ValueError)) as raised:
+        gx.from_config(config)
+    text = str(raised.value)
+    assert text.startswith(begins)
+    assert text.endswith(ends)
+    assert len("".join(traceback.format_exception(raised.value))) < 20_000
 
 
 def test_keys_of_keras_that_change_no_number():

@@ -291,6 +291,68 @@ def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
     assert saved(tmp_path) == {0: 2, 1: 2}
 
 
+@pytest.mark.parametrize(
+    ("push_id", "error", "says"),
+    [
+        (("me", 0), TypeError, "worker must be an integer, got 'me'"),
+        (((1, 2), 0), TypeError, r"worker must be an integer, got \(1, 2\)"),
+        (((1, (2, 3)), 0), TypeError, "worker must be an integer"),
+        ((None, 0), TypeError, "worker must be an integer, got None"),
+        ((True, 0), TypeError, "worker must be an integer, got True"),
+        ((1.0, 0), TypeError, "worker must be an integer, got 1.0"),
+        ((-1, 0), ValueError, r"worker in push_id must be in \[0, inf\)"),
+        ((7, 1), ValueError, "next push of worker 7 has the number 0"),
+        ((7, -1), ValueError, "next push of worker 7 has the number 0"),
+    ],
+)
+def test_a_push_that_a_run_could_not_count_is_refused(
+    engine, push_id, error, says, tmp_path
+):
+    job = make_job([engines.Worker(ones)], 4, optax.sgd(1.0))
+    with engine(job, checkpoint=tmp_path) as run:
+        grads, seen = run.server.pull()
+        with pytest.raises(error, match=says):
+            run.server.push(jnp.ones_like(grads), seen, push_id=push_id)
+        assert run.server.stats()[:2] == (0, 0)
+        assert len(list(run.pushes)) == 4
+    assert run.counts()[:3] == (4, 4, 0)
+    assert saved(tmp_path) == {0: 4}
+    # Any other server takes any name, and leaves out numbers.
+    server = gx.ParameterServer(job.params, job.tx)
+    if error is TypeError or push_id == (7, 1):
+        assert server.push(jnp.ones_like(grads), 0, push_id=push_id).applied
+
+
+@pytest.mark.parametrize(
+    "push_ids",
+    [
+        [(7, 0), (7, 1)],
+        [(np.int64(7), np.int32(0)), (np.uint8(7), np.int64(1))],
+        [(7, jnp.int32(0)), (7, np.array(1))],
+    ],
+)
+def test_the_pushes_of_a_caller_are_counted_and_saved(engine, push_ids, tmp_path):
+    job = make_job([engines.Worker(ones)], 6, optax.sgd(1.0))
+    with engine(job, checkpoint=tmp_path) as run:
+        for push_id in push_ids:
+            grads, seen = run.server.pull()
+            first = run.server.push(jnp.ones_like(grads), seen, push_id=push_id)
+            again = run.server.push(jnp.ones_like(grads), seen, push_id=push_id)
+            assert again == first
+    assert saved(tmp_path) == {7: 2}
+    with engine(job, checkpoint=tmp_path) as run:
+        assert run.resumed == 2
+        with pytest.raises(ValueError, match="next push of worker 7 has the number 2"):
+            run.server.push(jnp.ones_like(grads), 2, push_id=(7, 3))
+        assert len(list(run.pushes)) == 4
+    assert run.counts()[:3] == (6, 6, 0)
+    assert run.counts().by_worker == {
+        0: engines.WorkerCounts(4),
+        7: engines.WorkerCounts(2),
+    }
+    assert saved(tmp_path) == {0: 4, 7: 2}
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
 def test_a_join_timeout_that_cannot_be_is_refused(value):
     with (

@@ -227,7 +227,7 @@ NO_DESCRIPTOR = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 def test_a_folder_that_could_not_be_taken_is_free(error, tmp_path, monkeypatch):
     wanted = folder.Folder(str(tmp_path))
     with monkeypatch.context() as patch:
-        failing(patch, pathlib.Path, "write_text", error)
+        failing(patch, os, "replace", error)
         with pytest.raises(type(error)):
             wanted.take()
     with pytest.raises(OSError, match="owner is missing or empty"):
@@ -607,6 +607,165 @@ def test_a_folder_that_cannot_be_listed_is_not_sealed(saved, tmp_path, monkeypat
     }
 
 
+# Old ones.
+
+
+def keep_by_a_link(directory, monkeypatch):
+    directory.rename(directory.parent.parent / "elsewhere")
+    directory.symlink_to(directory.parent.parent / "elsewhere")
+
+
+def keep_by_permissions(directory, monkeypatch):
+    """As for a user who is not root."""
+    unlink = os.unlink
+
+    def refuse(path, *args, dir_fd=None):
+        at = os.readlink(f"/proc/self/fd/{dir_fd}") if dir_fd is not None else ""
+        if f"{directory}/" in os.path.join(at, path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        unlink(path, *args, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+
+
+@pytest.mark.parametrize("keep", [keep_by_a_link, keep_by_permissions])
+def test_an_old_checkpoint_that_cannot_be_deleted_stays(
+    engine, keep, tmp_path, monkeypatch, caplog
+):
+    directory = tmp_path / "run"
+    checkpoint = engines.Checkpoint(directory, 10, None, max_to_keep=2)
+
+    def train(pushes):
+        job = make_job(pushes, required=1, count=1)
+        with engine(job, checkpoint=checkpoint) as run:
+            for _ in run.pushes:
+                run.server.flush()
+            return run.counts()[:3], run.resumed
+
+    assert train(20) == ((20, 20, 0), None)
+    before = files_in(directory / "10")
+    with monkeypatch.context() as patch:
+        keep(directory / "10", patch)
+        assert train(60) == ((60, 60, 0), 20)
+        assert files_in(directory / "10") == before
+    assert {*steps_in(directory)} == {10, 50, 60}
+    sealed = directory.glob(f"*/{folder.SUMS}")
+    assert {path.parent.name for path in sealed} == {"10", "50", "60"}
+    (message,) = told(caplog)  # Once, though four checkpoints were written.
+    assert f"{directory}/10 is old, but cannot be deleted: " in message
+    caplog.clear()
+    assert train(70) == ((70, 70, 0), 60)
+    if keep is keep_by_permissions:  # Now it can be deleted.
+        assert {*steps_in(directory)} == {60, 70}
+        assert not told(caplog)
+    else:
+        assert {*steps_in(directory)} == {10, 60, 70}
+        assert files_in(tmp_path / "elsewhere") == before
+
+
+def test_half_of_a_deleted_checkpoint_is_not_taken_for_all_of_it(saved, tmp_path):
+    """The end of the process may come between any two files."""
+    total = len(files_in(tmp_path / "10")) + 1
+    unlink, left = os.unlink, 0
+
+    def stop(path, *args, **options):
+        nonlocal left
+        if not left:
+            raise KeyboardInterrupt
+        left -= 1
+        unlink(path, *args, **options)
+
+    mine = folder.Folder(str(tmp_path))
+    whole = tmp_path.parent / f"{tmp_path.name} whole"
+    shutil.copytree(tmp_path / "10", whole)
+    for files in range(total):
+        shutil.rmtree(tmp_path / "10", ignore_errors=True)
+        shutil.copytree(whole, tmp_path / "10")
+        left = files
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "unlink", stop)
+            with contextlib.suppress(KeyboardInterrupt):
+                mine.delete(10)
+        if (tmp_path / "10").exists():
+            assert (mine.fault(10) is None) == (files == 0)
+    assert not (tmp_path / "10").exists()
+
+
+# Links.
+
+
+@pytest.mark.parametrize("name", [folder.LOCK, folder.OWNER, f"{folder.OWNER}.tmp"])
+@pytest.mark.parametrize("kind", ["link", "hard link", "link to nothing", "folder"])
+def test_no_file_outside_of_the_folder_changes(name, kind, tmp_path):
+    """Whatever has the name of one of our files."""
+    directory, outside = tmp_path / "run", tmp_path / "outside"
+    directory.mkdir()
+    outside.mkdir()
+    (outside / "precious").write_text("precious\n")
+    path = directory / name
+    if kind == "link":
+        path.symlink_to(outside / "precious")
+    elif kind == "hard link":
+        path.hardlink_to(outside / "precious")
+    elif kind == "link to nothing":
+        path.symlink_to(outside / "nothing")
+    else:
+        path.mkdir()
+    if kind == "folder" or (name == folder.LOCK and "hard" not in kind):
+        # Two runs that lock different files would both have the folder.
+        where = re.escape(str(directory / name).removesuffix(".tmp"))
+        with pytest.raises(OSError, match=f"checkpoint: {where} cannot be "):
+            save(directory)
+        assert {*directory.iterdir()} <= {path, directory / folder.LOCK}
+    else:
+        state = save(directory)[1]
+        assert not (directory / folder.OWNER).is_symlink()
+        text = (directory / folder.OWNER).read_text()
+        assert text.startswith("run ")
+        assert text.endswith(folder.SAVED)
+        assert bits(save(directory)[1]) == bits(state)  # It goes on from there.
+    assert files_in(outside) == {"precious": b"precious\n"}
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link"])
+def test_a_link_that_is_made_during_a_run_is_not_followed(kind, tmp_path):
+    """The second and third time that files of the folder are written."""
+    precious = tmp_path / "precious"
+    mine = folder.Folder(str(tmp_path / "run"))
+    mine.take()
+    owner = tmp_path / "run" / folder.OWNER
+    sums = tmp_path / "run" / "10" / folder.SUMS
+    sums.parent.mkdir()
+    for path in (owner, sums, sums.with_name(f"{folder.SUMS}.tmp")):
+        text = path.read_text() if path == owner else "precious\n"
+        precious.write_text(text)
+        path.unlink(missing_ok=True)
+        path.symlink_to(precious) if kind == "link" else path.hardlink_to(precious)
+        if path == owner:
+            mine.mark_saved()
+            assert owner.read_text() == text + folder.SAVED
+        else:
+            for item in folder.ITEMS:
+                (sums.parent / item).mkdir(exist_ok=True)
+                (sums.parent / item / "x").write_text("x")
+            mine.seal(10)
+            assert {*json.loads(sums.read_text())} == {"counters/x", "state/x"}
+            assert not sums.is_symlink()
+        assert precious.read_text() == text
+    mine.release()
+
+
+def test_a_broken_checkpoint_takes_the_name_of_no_link(saved, tmp_path, caplog):
+    (tmp_path / "20.broken").symlink_to(tmp_path / "nothing")
+    for path in (tmp_path / "20" / "state").iterdir():
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+    assert save(tmp_path)[2].resumed == 10
+    (note,) = told(caplog)
+    assert "It is now" in note
+    assert (tmp_path / "20.broken").is_symlink()
+    assert [*tmp_path.glob("20.broken-*")]
+
+
 # Another job's.
 
 
@@ -674,6 +833,61 @@ def test_arrays_that_orbax_cannot_tell_apart_are_refused_at_once(
     assert other in str(raised.value)
     assert not directory.exists()
     assert ended(engine, job)[2].counts().pushed == 3  # Nothing is saved.
+
+
+def saves(x, directory):
+    """Whether orbax alone saves an array, and reads it."""
+    options = ocp.CheckpointManagerOptions(enable_async_checkpointing=False)
+    with ocp.CheckpointManager(directory, options=options) as manager:
+        try:
+            manager.save(1, args=ocp.args.StandardSave({"x": x}))
+        except ValueError:
+            return False
+        like = jax.tree.map(ocp.utils.to_shape_dtype_struct, {"x": x})
+        read = manager.restore(1, args=ocp.args.StandardRestore(like))["x"]
+    assert read.dtype == x.dtype
+    return True
+
+
+SAVED = ["bool", "int8", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
+UNSAVED = ["uint4", "float8_e4m3"]
+
+
+@pytest.mark.parametrize(
+    ("x", "is_saved"),
+    [
+        (np.zeros((0, 3), np.float32), False),
+        (np.zeros((3, 0), np.int32), False),
+        (np.zeros((1, 1), np.float32), True),
+        (np.float32(0.0), True),
+        *((np.zeros(2, jnp.dtype(name)), True) for name in SAVED),
+        *((np.zeros(2, jnp.dtype(name)), False) for name in UNSAVED),
+        (jax.random.key(0), True),
+        (jax.random.split(jax.random.key(0), 0), False),
+    ],
+    ids=lambda x: f"{x.dtype}{x.shape}" if hasattr(x, "dtype") else str(x),
+)
+@pytest.mark.parametrize("where", ["params", "state"])
+def test_an_array_that_orbax_cannot_save_is_refused_at_once(
+    where, x, is_saved, tmp_path
+):
+    """Orbax alone says which ones it saves."""
+    assert is_saved == saves(jax.device_put(x), tmp_path / "alone")
+    of_params = where == "params"
+    params = {"w": jnp.asarray(X)} | ({"x": jax.device_put(x)} if of_params else {})
+    state = {} if of_params else {"x": jax.device_put(x)}
+    none = dict.fromkeys(params) | {"w": X}
+    worker = engines.Worker(lambda _: (0.0, none))
+    job, directory = engines.Job(params, with_state(state), [worker], 3), tmp_path / "r"
+    if is_saved:
+        assert ended(engines.simulated, job, checkpoint=directory)[2].resumed is None
+        assert ended(engines.simulated, job, checkpoint=directory)[2].resumed == 3
+        return
+    shown = rf"'{where}'.*'x'\], of (shape|dtype) "
+    with pytest.raises(ValueError, match=f"orbax cannot save .*{shown}"):
+        ended(engines.simulated, job, checkpoint=directory)
+    assert not directory.exists()
+    assert ended(engines.simulated, job)[2].counts().pushed == 3  # Nothing is saved.
 
 
 # No memory.
@@ -859,9 +1073,26 @@ def test_a_warning_names_changed_settings(tmp_path, caplog):
     assert saved["settings"] == {"seed": 1, "sizes": [1, 2], "more": True}
 
 
-@pytest.mark.parametrize("settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}])
+@pytest.mark.parametrize("levels", [5, 9, 40, 200])
+def test_settings_of_aliases_are_refused_at_once(levels, tmp_path):
+    """As from a file of YAML with a line for each level."""
+    value = 1.0
+    for _ in range(levels):
+        value = [value] * 9 if levels < 100 else [value]
+    checkpoint = engines.Checkpoint(tmp_path / "new", settings={"x": value, "y": value})
+    says = "nested more than 100 deep" if levels > 100 else "more than 100,000 entries"
+    with pytest.raises(ValueError, match=f"settings (has|is) {says}") as raised:
+        ended(engines.simulated, make_job(9), checkpoint=checkpoint)
+    assert len(str(raised.value)) < 500
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    "settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}, {"x" * 10**6: np.int32(3)}]
+)
 def test_settings_are_json_values(settings, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
-    with pytest.raises(TypeError, match="settings must be JSON values, got"):
+    with pytest.raises(TypeError, match=r"settings must be JSON values, got") as raised:
         ended(engines.simulated, make_job(3), checkpoint=checkpoint)
+    assert len(str(raised.value)) < 1200
     assert not (tmp_path / "new").exists()

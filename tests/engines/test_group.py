@@ -20,6 +20,7 @@ from gradxform._ray.actors import message
 from gradxform._server.store import Store
 from tests.conftest import ON_RAY
 from tests.engines.test_ray import assert_counted
+from tests.server.test_parameter_server import ODD
 
 ROWS, DIM, WIDE = 300, 4, 6
 
@@ -227,8 +228,8 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
     with engines.ray(job, **options) as run:
         for server in (alone, run.server):
             _, step = server.pull()
-            first = push(server, ones, step, push_id=("w", 0))
-            assert push(server, ones, step, push_id=("w", 0)) == first
+            first = push(server, ones, step, push_id=(7, 0))
+            assert push(server, ones, step, push_id=(7, 0)) == first
             bad = {**ones, "item": ones["item"].copy()}
             bad["item"][-1, 0] = np.nan  # This row lies in the last process.
             refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
@@ -237,7 +238,7 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
             counts = {**ones, "out": np.ones(WIDE, np.int32)}
             refused(server, TypeError, "out", counts, step)
             refused(server, ValueError, "local_step must be in", ones, 99)
-            refused(server, ValueError, "comes after", ones, step, push_id=("w", -1))
+            refused(server, ValueError, "comes after", ones, step, push_id=(7, -1))
             with pytest.raises(ValueError, match="rows must name tables"):
                 server.pull({"no table": [1]})
             with pytest.raises(ValueError, match=r"must be in \[0, 300\]"):
@@ -284,6 +285,50 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
         assert at.startswith("127.0.0.1:")
 
 
+def odd_pushes():
+    """Pushes that no server takes, each with its extra arguments, by what is odd."""
+    ones = jax.tree.map(np.ones_like, make_params())
+    cut, deleted = "item", jnp.ones(WIDE)
+    deleted.delete()
+    for kind, (leaf, _) in ODD.items():
+        if kind != "object":  # Its text has an address.
+            yield kind, ones | {cut: leaf}, {}
+            yield kind, ones | {"out": leaf}, {}
+            yield kind, ones, {"note": {"x": [leaf]}}
+    shaped = np.ma.masked_array(ones[cut], ones[cut] > 0)
+    yield "masked", ones | {cut: shaped}, {}
+    yield "big-endian", ones | {cut: ones[cut].astype(">f4")}, {}
+    yield "description", ones | {cut: jax.eval_shape(jnp.asarray, ones[cut])}, {}
+    yield "nothing", dict.fromkeys(ones), {}
+    yield "no numbers", ones | {"out": deleted}, {}
+    yield "no numbers", ones, {"note": deleted}
+    yield "structure", {cut: ones[cut]}, {}
+    yield "dtype", ones | {cut: ones[cut].astype(np.float16)}, {}
+    yield "worker", ones, {"worker": 2}
+    yield "push_id", ones, {"push_id": 3}
+
+
+@marked
+@pytest.mark.parametrize("processes", [1, 2])
+def test_odd_pushes_get_the_same_answers_from_each_number_of_processes(processes):
+    """That of a server in this process is the right one."""
+    ray = pytest.importorskip("ray")
+    tx = gx.worker_mean(optax.sgd(0.1), 2, method="latest")
+    alone = gx.ParameterServer(make_params(), tx, require_finite=True)
+    options = {"server_processes": processes, "server_shardings": cut_tables}
+    with engines.ray(idle(tx, require_finite=True), **options) as run:
+        for kind, grads, extra in odd_pushes():
+            with pytest.raises((TypeError, ValueError, RuntimeError)) as expected:
+                alone.push(grads, 0, **{"worker": 0, **extra})
+            with pytest.raises(type(expected.value)) as raised:
+                run.server.push(grads, 0, **{"worker": 0, **extra})
+            assert str(expected.value) in str(raised.value), kind
+            if not isinstance(raised.value, ray.exceptions.RayTaskError):
+                assert str(expected.value) == str(raised.value), kind
+        assert run.server.stats() == alone.stats()
+        assert alone.stats()[:2] == (0, 0)
+
+
 @marked
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
@@ -312,7 +357,7 @@ def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
             assert params["user"].dtype == params["item"].dtype == jnp.bfloat16
             assert pull(dtype=jnp.bfloat16)[0]["item"].shape == (ROWS, DIM)
             grads = jax.tree.map(np.ones_like, make_params())
-            result = pushed(grads=grads, local_step=step, push_id=("w", number))
+            result = pushed(grads=grads, local_step=step, push_id=(7, number))
             assert result.global_step == number + 1
         assert called("wait", global_step=1, timeout=0.0) == 2
         assert called("global_step") == called("stats").global_step == 2

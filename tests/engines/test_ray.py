@@ -111,6 +111,36 @@ def test_sync_steps_once_for_every_worker():
         answers_for_good(run.server.actor.pull)
 
 
+@pytest.mark.parametrize("outer", [engines.threads, engines.ray])
+@pytest.mark.parametrize("inner", [engines.simulated, engines.ray])
+def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "gradxform")
+
+    def go():
+        with outer(make_job(pushes=10**6), checkpoint=tmp_path / "outer") as first:
+            next(first.pushes)
+            with inner(make_job(pushes=3000), checkpoint=tmp_path / "inner") as second:
+                for count, _ in enumerate(second.pushes):
+                    if count == 5:
+                        os.kill(os.getpid(), signal.SIGTERM)
+            pytest.fail("it goes on")
+
+    # The tests' cluster has set a handler of its own.
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        with pytest.raises(SystemExit) as raised:
+            go()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert raised.value.code == 143
+    ends = [text for text in caplog.messages if text.startswith("terminated: ")]
+    wheres = zip(ends, ("inner", "outer"), strict=True)
+    assert all(f"is saved in {tmp_path / name};" in text for text, name in wheres)
+    assert steps_in(tmp_path / "inner")
+    assert steps_in(tmp_path / "outer")
+
+
 # Deaths.
 
 

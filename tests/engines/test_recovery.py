@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import pathlib
+import re
 import signal
 import threading
 import time
@@ -467,6 +468,136 @@ def test_a_program_keeps_its_own_handler(tmp_path):
         signal.signal(signal.SIGTERM, before)
     assert heard == [True]
     assert [*steps_in(tmp_path)] == [30]
+
+
+@pytest.fixture
+def events(caplog):
+    """The folders of runs that a signal has ended, in the sequence of their ends."""
+    caplog.set_level(logging.WARNING, "gradxform")
+
+    def ended_in():
+        found = (re.search(r"saved in (\S+);", text) for text in caplog.messages)
+        return [pathlib.Path(each[1]).name for each in found if each]
+
+    return ended_in
+
+
+@pytest.mark.parametrize("inner", [engines.simulated, engines.threads])
+@pytest.mark.parametrize("reads", ["outer", "inner"])
+@pytest.mark.parametrize("depth", [2, 3])
+def test_sigterm_ends_all_runs_the_inner_first(
+    engine, inner, reads, depth, tmp_path, events
+):
+    kinds, runs = [engine, *[inner] * (depth - 1)], []
+
+    def go():
+        with contextlib.ExitStack() as stack:
+            for i, kind in enumerate(kinds):
+                job = make_job(1000)
+                run = stack.enter_context(kind(job, checkpoint=tmp_path / f"{i}"))
+                runs.append(run)
+                next(run.pushes)
+                next(run.pushes)
+            terminate_at(runs[0 if reads == "outer" else -1], 5)
+            pytest.fail("it goes on")
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as raised:
+        go()
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before is signal.SIG_DFL
+    assert events() == [str(i) for i in reversed(range(depth))]
+    for i, run in enumerate(runs):
+        ((pushes, _),) = steps_in(tmp_path / f"{i}").items()
+        assert pushes == run.counts().pushed >= 2
+
+
+def test_a_program_that_survives_the_end_of_the_inner_run_loses_the_outer(
+    engine, tmp_path, events
+):
+    def go():
+        with engine(make_job(1000), checkpoint=tmp_path / "outer") as outer:
+            next(outer.pushes)
+            with (
+                contextlib.suppress(SystemExit),
+                engine(make_job(1000), checkpoint=tmp_path / "inner") as inner,
+            ):
+                terminate_at(inner, 5)
+            list(outer.pushes)
+            pytest.fail("it goes on")
+
+    with pytest.raises(SystemExit):
+        go()
+    assert events() == ["inner", "outer"]
+
+
+def test_an_inner_run_that_is_over_leaves_the_signal_to_the_outer(
+    engine, tmp_path, events
+):
+    def go():
+        with engine(make_job(1000), checkpoint=tmp_path / "outer") as outer:
+            mine = signal.getsignal(signal.SIGTERM)
+            with engine(make_job(9), checkpoint=tmp_path / "inner") as inner:
+                assert signal.getsignal(signal.SIGTERM) is not mine
+                assert len(list(inner.pushes)) == 9
+            assert signal.getsignal(signal.SIGTERM) is mine
+            terminate_at(outer, 5)
+
+    with pytest.raises(SystemExit):
+        go()
+    assert events() == ["outer"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_runs_end_in_any_sequence(engine, number, tmp_path, events):
+    """The first one is over before the second, which begins inside of it."""
+    end = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
+    before = signal.getsignal(number)
+    first, second = contextlib.ExitStack(), contextlib.ExitStack()
+    one = first.enter_context(engine(make_job(9), checkpoint=tmp_path / "one"))
+    other = second.enter_context(engine(make_job(1000), checkpoint=tmp_path / "other"))
+    assert len(list(one.pushes)) == 9
+    first.close()
+    assert signal.getsignal(number) is not before
+
+    def go():
+        with second:
+            for count, _ in enumerate(other.pushes):
+                if count == 5:
+                    os.kill(os.getpid(), number)
+                assert count < 1000
+
+    with pytest.raises(end):
+        go()
+    assert signal.getsignal(number) is before
+    assert events() == ["other"] * (end is SystemExit)
+    with pytest.raises(RuntimeError, match="the run is over"):
+        _ = one.pushes  # The signal has told it nothing.
+
+
+def test_a_thread_s_run_gets_no_signal(engine, tmp_path, events):
+    """Only the main thread does; the other run goes on to its end."""
+    pushes, begun, told = [], threading.Event(), threading.Event()
+
+    def go_on():
+        with engine(make_job(30), checkpoint=tmp_path / "thread") as run:
+            begun.set()
+            told.wait()
+            pushes.extend(run.pushes)
+
+    def go():
+        with engine(make_job(1000), checkpoint=tmp_path / "main") as run:
+            thread.start()
+            begun.wait()
+            terminate_at(run, 5)
+
+    thread = threading.Thread(target=go_on)
+    with pytest.raises(SystemExit):
+        go()
+    told.set()
+    thread.join()
+    assert len(pushes) == 30
+    assert events() == ["main"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -279,6 +279,50 @@ def test_a_restarted_server_hides_its_lost_points(tmp_path, shown):
     assert all(0 <= rate < np.inf for rate in rates)
 
 
+@pytest.mark.parametrize("shown", READERS)
+@pytest.mark.parametrize("seconds", [-3600, -1e-9, 0, 3600])
+def test_a_clock_that_is_set_hides_nothing(tmp_path, shown, seconds, monkeypatch):
+    """The clock of another machine, on which a run goes on, may be behind."""
+    now = time.time_ns()
+
+    def set_clock(shift):
+        at = now + round(shift * 10**9)
+        monkeypatch.setattr(time, "time_ns", lambda: at)
+        monkeypatch.setattr(time, "time", lambda: at / 10**9)
+
+    set_clock(0)
+    train(tmp_path, Run(), range(1, 31), loss=1.0)
+    set_clock(seconds)
+    train(tmp_path, Run(resumed=20), [21, 25, 28], loss=2.0)
+    set_clock(2 * seconds)  # A server that starts again makes another file.
+    with TensorBoard(tmp_path, Run(resumed=25), every_seconds=0) as board:
+        board(push(26, loss=3.0))
+        set_clock(3 * seconds)
+        board(push(26, loss=4.0, incarnation="second"))
+        board(push(27, loss=4.0, incarnation="second"))
+    assert shown(tmp_path) == [*range(1, 21), 21, 25, 26, 27]
+    expected = [1.0] * 20 + [2.0] * 2 + [4.0] * 2
+    assert [loss for _, loss in read(tmp_path)["loss"]] == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "events.out.tfevents.9{rest}",  # Nanoseconds, as ours.
+        "events.out.tfevents.9{seconds}.host",  # Of TensorFlow and tensorboardX.
+        "events.out.tfevents.9{seconds}.host.7.v2",
+        "events.out.tfevents.9{rest}000",
+    ],
+)
+def test_a_file_comes_after_those_of_other_writers(tmp_path, name):
+    given = name.format(rest="9" * 17 + "0", seconds="9" * 8 + "0")
+    (tmp_path / given).touch()
+    (tmp_path / "notes.txt").touch()
+    train(tmp_path, Run(), [1, 5], loss=2.0)
+    assert max(path.name for path in tmp_path.glob("events*")) > given
+    assert steps(tmp_path) == [1, 5]
+
+
 def test_the_first_push_of_a_life_tells_where_it_began(tmp_path):
     with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
         for step in range(1, 31):

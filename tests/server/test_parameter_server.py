@@ -580,6 +580,86 @@ def test_a_call_that_jax_traces_is_an_error(name):
         jax.jit(call)()
 
 
+class Described:
+    """Looks like an array, and is none."""
+
+    shape, ndim, size, dtype = (3,), 1, 3, np.dtype(np.float32)
+
+    def __array__(self, *_, **__):
+        return np.ones(3, np.float32)
+
+
+class Own(np.ndarray):
+    """A subclass without anything of its own."""
+
+
+B = np.ones(3, np.float32)
+# No arrays for JAX, and words of the error.
+ODD = {
+    "string": ("x", "'x' at {}, which is no array"),
+    "long string": ("x" * 1000, "x... at {}, which is no array"),
+    "bytes": (b"x", "b'x' at {}, which is no array"),
+    "object": (Described(), "Described object at 0x"),
+    "description": (
+        jax.ShapeDtypeStruct((3,), jnp.float32),
+        "float32) at {}, which is",
+    ),
+    "big-endian": (B.astype(">f4"), "a ndarray of dtype >f4 at {}, which JAX does not"),
+    "masked": (
+        np.ma.masked_array(B, B > 0),
+        "a MaskedArray of dtype float32 at {}, wh",
+    ),
+    "objects": (
+        np.full(3, None),
+        "a ndarray of dtype object at {}, which JAX does not",
+    ),
+    "strings": (np.full(3, "x"), "a ndarray of dtype <U1 at {}, which JAX does not"),
+    "long double": (B.astype(np.longdouble), "at {}, which JAX does not take: "),
+    "time": (np.datetime64("2020"), "a datetime64 of dtype datetime64[Y] at {}, which"),
+    "type": (np.float32, "<class 'numpy.float32'> at {}, which is no array"),
+    "large": (2**31, "an integer of 32 bits at {}, which JAX does not take: "),
+    "huge": (10**5000, "an integer of 16610 bits at {}, which JAX does not take: "),
+}
+# Arrays for JAX, which may be extra arguments; these two are gradients, too.
+EVEN = {
+    "subclass": B.view(Own),
+    "strided": np.ones((2, 3), np.float32).T[:, 0],
+    "number": 3,
+    "largest": 2**31 - 1,
+    "bool": np.bool_(True),
+    "double": np.float64(0.5),
+    "half": jnp.bfloat16(0.5),
+    "key": jax.random.key(0),
+    "none": None,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_array_for_jax_is_named(kind):
+    leaf, words = ODD[kind]
+    server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
+    sparse = gx.IndexedSlices(jnp.arange(1), jnp.ones((1, 3)), (4, 3))
+    for grads in (PARAMS | {"b": leaf}, {"w": sparse, "b": leaf}):
+        with pytest.raises(TypeError, match=r"^grads has ") as raised:
+            server.push(grads, 0)
+        assert words.format("['b']") in str(raised.value)
+        assert len(str(raised.value)) < 500
+    with pytest.raises(TypeError, match=r"^extra has ") as raised:
+        server.push(PARAMS, 0, note={"b": [leaf]})
+    assert words.format("['note']['b'][0]") in str(raised.value)
+    assert server.stats().accepted == 0
+
+
+@pytest.mark.parametrize("kind", EVEN)
+def test_what_is_an_array_for_jax_is_taken(kind):
+    server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
+    assert server.push(PARAMS, 0, note={"b": [EVEN[kind]]}).applied
+    if kind in ("subclass", "strided"):
+        server.push({"w": None, "b": EVEN[kind]}, 1)
+        expected = PARAMS["b"] - PARAMS["b"] - 1
+        np.testing.assert_array_equal(server.state()["params"]["b"], expected)
+
+
 def test_gradients_that_hold_no_numbers_are_named():
     server = gx.ParameterServer(PARAMS, optax.sgd(1.0))
     grads = jax.tree.map(jnp.copy, PARAMS)
