@@ -134,7 +134,8 @@ class States(NamedTuple):
             structures.own_state(state, jax.eval_shape(self.init, self.whole))
             raise MixedSlicesError(
                 f"its init and the given state show no state of that "
-                f"{self.policy.whole} alone"
+                f"{self.policy.whole} alone: in init make each array from its "
+                "parameter, by jax.tree.map"
             ) from error.__cause__
         owned: dict[Path, Path] = {}
 
