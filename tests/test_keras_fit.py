@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.experimental.sparse
@@ -303,6 +304,22 @@ def test_no_gradient_is_late_for_gates_side_by_side(k):
     counts = {name: int(v.value) for name, v in counts.items() if v.shape == ()}
     assert sorted(n for x, n in counts.items() if "global_step" in x) == [12, 24]
     assert [n for x, n in counts.items() if "stale_count" in x] == [0, 0]
+
+
+class OwnState(NamedTuple):
+    """A user's state, with a field that gates have, too."""
+
+    global_step: jax.Array
+
+
+def test_a_users_state_may_have_a_global_step(k):
+    variable = k.keras.Variable(np.float32([2.0, 3.0]))
+    own = optax.GradientTransformation(
+        lambda _: OwnState(jnp.full(2, 7.5)), lambda updates, state, _: (updates, state)
+    )
+    tx = optax.chain(own, gx.drop_stale(optax.sgd(1.0), 0))
+    k.Optimizer(tx).apply([jnp.float32([1.0, 1.0])], [variable])
+    np.testing.assert_array_equal(variable.value, [1.0, 2.0])
 
 
 def test_a_variable_may_be_called_global_step(k):

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import structures
-from gradxform._gates.counters import has_gate
 from gradxform._gates.drop_stale import drop_stale
+from gradxform._trees.states import has_gate
 from gradxform._trees.types import Leaf, Param, PyTree, T
 
 Arrays: TypeAlias = dict[str, Any]  # What a server holds: "params" and "state".

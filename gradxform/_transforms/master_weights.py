@@ -16,7 +16,7 @@ from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, Param, Params, Path
 
 _TAKES_NO_ROWS = (
@@ -187,10 +187,7 @@ def master_weights(
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
             updates, inner_state = inner.update(
-                updates,
-                state.inner_state,
-                wide,
-                **accepted_kwargs(inner, extra, state.inner_state),
+                updates, state.inner_state, wide, **extra
             )
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)
