@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import structures
+from gradxform._devices import host
 from gradxform._trees import states
 
 # The fields that count the pushes that a gate has left out, each for a reason.
@@ -74,14 +75,14 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     Array(1.5, dtype=float32)
     """
     own = _outermost(state, "stale_count")
+    stale, steps = host.to_device((own.stale_count, own.global_step))
     with jax.transfer_guard_host_to_device("allow"):
-        steps = own.global_step.astype(jnp.float32) + 1
-    return own.stale_count.astype(jnp.float32) / steps
+        return stale.astype(jnp.float32) / (steps.astype(jnp.float32) + 1)
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
     """A field of the outermost gate whose state has this field."""
-    value: jax.Array = getattr(_outermost(state, field), field)
+    value: jax.Array = host.to_device(getattr(_outermost(state, field), field))
     return value
 
 
