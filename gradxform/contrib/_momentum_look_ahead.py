@@ -296,9 +296,9 @@ def worker_start(
         # w - learning_rate·b1·m
         if not maps.has_gradient(m):
             return jax.tree.map(jnp.asarray, w)
-        m, there = host.to_device((m, jnp.asarray(w)))
-        step = arithmetic.scale(dtypes.widen(m), ahead)
-        return host.to_memory_of(arithmetic.rounded_sum(step, there), w)
+        step = arithmetic.scale(dtypes.widen(host.to_device(m)), ahead)
+        moved = arithmetic.rounded_sum(step, host.to_device(jnp.asarray(w)))
+        return host.to_memory_of(moved, w)
 
     with jax.transfer_guard_host_to_device("allow"):
         ahead = -jnp.asarray(learning_rate) * b1
