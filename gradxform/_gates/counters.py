@@ -18,7 +18,7 @@ _LEFT_OUT = "stale_count", "nonfinite_count", "skipped_count"
 
 
 def global_step(state: optax.OptState) -> jax.Array:
-    """The number of updates accepted so far, found at any depth of a state.
+    """The number of steps that a gate has made, found at any depth of a state.
 
     Args:
       state: a state that holds the state of :func:`drop_stale`,
@@ -49,18 +49,21 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
 
     .. math:: stale\_count / (global\_step + 1)
 
-    It compares dropped updates with accepted ones. It is not a share of all updates, so
-    it may exceed 1.
+    It compares dropped pushes with steps. It is not a share of all pushes, so it may
+    exceed 1. For :func:`conditional_accumulator` and :func:`worker_mean` several pushes
+    make a step.
 
     Args:
-      state: as for :func:`global_step`, but not that of :func:`accumulate` alone, which
-        counts no late gradients.
+      state: a state that holds the state of :func:`drop_stale`,
+        :func:`conditional_accumulator` or :func:`worker_mean`, at any depth. If such
+        gates are nested, the outermost one counts, with its own steps. The other gates
+        count no late gradients.
 
     Returns:
       A float32 scalar.
 
     Raises:
-      ValueError: as :func:`global_step`.
+      ValueError: the state holds no such gate, or several side by side.
 
     References:
       The summary "Gradient staleness percentage" of

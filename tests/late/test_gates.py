@@ -110,6 +110,20 @@ def test_an_unknown_extra_argument_is_an_error_but_behind_a_gate():
     gx.apply_gradients(gated, GRADS, gated.init(PARAMS), PARAMS, valu=1)
 
 
+def test_the_staleness_fraction_is_of_dropped_pushes_to_steps():
+    """Those of the outermost gate that counts late ones. One of five pushes is late."""
+    inner = gx.conditional_accumulator(optax.sgd(0.1), 2)
+    for tx in (inner, gx.accumulate(inner, 1), gx.skip_spikes(inner)):
+        state = tx.init(PARAMS)
+        for local_step in (0, 0, 0, 1, 1):
+            _, state = tx.update(GRADS, state, PARAMS, local_step=local_step)
+        assert gx.staleness_fraction(state) == np.float32(1 / 3)
+    for tx in (gx.accumulate(optax.sgd(0.1), 1), gx.skip_spikes(optax.sgd(0.1))):
+        assert gx.global_step(tx.init(PARAMS)) == 0
+        with pytest.raises(ValueError, match=r"no stale_count: wrap .* in drop_stale"):
+            gx.staleness_fraction(tx.init(PARAMS))
+
+
 HOLD = {  # Gates that hold gradients, the field that does, and the leaves.
     "delayed": (gx.delayed(gx.adagrad(0.1), {"a": 2, "b": 0}), "ring", "a"),
     **{
