@@ -4,8 +4,10 @@ The tests run the page's own code: the block under each framework's name.
 """
 
 import contextlib
+import itertools
 import pathlib
 import re
+import textwrap
 from typing import Any
 
 import chex
@@ -641,3 +643,39 @@ def test_stacks_of_others_take_the_ordinary_step(make, standard_promotion):
         *wanted, wanted_loss = ordinary(*wanted, x)
         np.testing.assert_allclose(loss, wanted_loss, rtol=2e-6)
     chex.assert_trees_all_close(ours, wanted, rtol=2e-5, atol=2e-5)
+
+
+def indented(after):
+    """The indented lines of the page that follow these words."""
+    lines = PAGE.split(after, 1)[1].lstrip("\n").splitlines()
+    taken = itertools.takewhile(lambda line: not line or line[:4] == "    ", lines)
+    return textwrap.dedent("\n".join(taken))
+
+
+@pytest.mark.slow
+def test_the_lines_for_big_vision_log_the_norms_of_its_own(standard_promotion):
+    params, apply, _ = vit()
+    params = {"Transformer": params["params"]}
+    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+
+    def loss_fn(params):
+        return jnp.mean((apply({"params": params["Transformer"]}, x) - 1) ** 2)
+
+    names = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    names |= {"tx": clipped, "params": params, "opt": clipped.init(params)}
+    before, after = names | {"measurements": {}}, names | {"measurements": {}}
+    exec(indented("In big_vision these lines of `update_fn`"), before)
+    exec(indented("This goes behind `bv_optax.make`:"), after)
+    after["opt"] = after["tx"].init(params)
+    exec(indented("become these:"), after)
+    exec(indented("In `update_fn` the state has them:"), after)
+    chex.assert_trees_all_close(after["params"], before["params"], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(after["loss"], before["loss"], rtol=2e-6)
+    logged = after["measurements"]
+    for name, tree in ("l2_grads", before["grads"]), ("l2_updates", before["updates"]):
+        entries = [
+            np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)
+        ]
+        wanted = np.linalg.norm(np.concatenate(entries))
+        np.testing.assert_allclose(logged[name], wanted, rtol=1e-5)
