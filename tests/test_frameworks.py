@@ -8,6 +8,7 @@ import itertools
 import pathlib
 import re
 import textwrap
+import types
 from typing import Any
 
 import chex
@@ -679,3 +680,31 @@ def test_the_lines_for_big_vision_log_the_norms_of_its_own(standard_promotion):
         ]
         wanted = np.linalg.norm(np.concatenate(entries))
         np.testing.assert_allclose(logged[name], wanted, rtol=1e-5)
+
+
+def rules_of_t5x():
+    """The rules of the page, in a module that has T5X's name for their table."""
+    rules = {optax.EmptyState: lambda state, axes: state}
+    table = types.SimpleNamespace(_RULES=rules)
+    module = types.SimpleNamespace(OptaxStatePartitionRules=table)
+    names = {"gx": gx, "jax": jax, "t5x": types.SimpleNamespace(optimizers=module)}
+    exec(indented("which of its fields are like the parameters:"), names)
+    return rules
+
+
+@pytest.mark.parametrize(
+    "tx", [gx.adagrad(0.1, global_clipnorm=1.0), gx.novograd(0.1, global_clipnorm=1.0)]
+)
+def test_the_rules_for_t5x_shard_a_state_like_its_parameters(tx):
+    rules, params = rules_of_t5x(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    axes = {"w": "axes of w", "b": "axes of b"}
+    state = tx.init(params)
+    parts = jax.tree.leaves(state, is_leaf=lambda node: type(node) in rules)
+    assert all(type(part) in rules for part in parts)
+    for part in parts:
+        derived = rules[type(part)](part, axes)
+        assert type(derived) is type(part)
+        for name, field in zip(part._fields, part, strict=True):
+            like = jax.tree.map(jnp.shape, field) == jax.tree.map(jnp.shape, params)
+            none = jax.tree.map(lambda _: None, field)
+            assert getattr(derived, name) == (axes if like else none)

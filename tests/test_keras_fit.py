@@ -286,6 +286,25 @@ def test_two_batches_make_one_step(k, name):
     assert int(halves.optimizer.iterations) == 8
 
 
+def test_variables_that_are_overwritten_take_each_batch(k):
+    """Keras's own accumulation gives them the maximum of a step, as the page says."""
+    sgd = k.keras.optimizers.SGD
+    for optimizer, wanted in (
+        (k.Optimizer(gx.accumulate(optax.sgd(1.0), 2)), [1.0, 3.0, 2.0, 1.0]),
+        (sgd(1.0, gradient_accumulation_steps=2), [0.0, 3.0, 3.0, 2.0]),
+        (k.Optimizer(optax.sgd(1.0)), [1.0, 3.0, 2.0, 1.0]),
+        (sgd(1.0), [1.0, 3.0, 2.0, 1.0]),
+    ):
+        number, weight = (k.keras.Variable(np.zeros(2)) for _ in range(2))
+        number.overwrite_with_gradient = True
+        seen = []
+        for new in (1.0, 3.0, 2.0, 1.0):
+            grads = [np.full(2, new, np.float32), np.ones(2, np.float32)]
+            optimizer.apply(grads, [number, weight])
+            seen.append(float(number.value[0]))
+        assert seen == wanted
+
+
 def test_no_gradient_is_late_for_gates_side_by_side(k):
     """One of them steps with every batch, and one with every second."""
 
