@@ -4,8 +4,11 @@ The tests run the page's own code: the block under each framework's name.
 """
 
 import contextlib
+import itertools
 import pathlib
 import re
+import textwrap
+import types
 from typing import Any
 
 import chex
@@ -641,3 +644,67 @@ def test_stacks_of_others_take_the_ordinary_step(make, standard_promotion):
         *wanted, wanted_loss = ordinary(*wanted, x)
         np.testing.assert_allclose(loss, wanted_loss, rtol=2e-6)
     chex.assert_trees_all_close(ours, wanted, rtol=2e-5, atol=2e-5)
+
+
+def indented(after):
+    """The indented lines of the page that follow these words."""
+    lines = PAGE.split(after, 1)[1].lstrip("\n").splitlines()
+    taken = itertools.takewhile(lambda line: not line or line[:4] == "    ", lines)
+    return textwrap.dedent("\n".join(taken))
+
+
+@pytest.mark.slow
+def test_the_lines_for_big_vision_log_the_norms_of_its_own(standard_promotion):
+    params, apply, _ = vit()
+    params = {"Transformer": params["params"]}
+    x = np.random.default_rng(0).standard_normal((4, 16)).astype(np.float32)
+
+    def loss_fn(params):
+        return jnp.mean((apply({"params": params["Transformer"]}, x) - 1) ** 2)
+
+    names = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
+    clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
+    names |= {"tx": clipped, "params": params, "opt": clipped.init(params)}
+    before, after = names | {"measurements": {}}, names | {"measurements": {}}
+    exec(indented("In big_vision these lines of `update_fn`"), before)
+    exec(indented("This goes behind `bv_optax.make`:"), after)
+    after["opt"] = after["tx"].init(params)
+    exec(indented("become these:"), after)
+    exec(indented("In `update_fn` the state has them:"), after)
+    chex.assert_trees_all_close(after["params"], before["params"], rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(after["loss"], before["loss"], rtol=2e-6)
+    logged = after["measurements"]
+    for name, tree in ("l2_grads", before["grads"]), ("l2_updates", before["updates"]):
+        entries = [
+            np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)
+        ]
+        wanted = np.linalg.norm(np.concatenate(entries))
+        np.testing.assert_allclose(logged[name], wanted, rtol=1e-5)
+
+
+def rules_of_t5x():
+    """The rules of the page, in a module that has T5X's name for their table."""
+    rules = {optax.EmptyState: lambda state, axes: state}
+    table = types.SimpleNamespace(_RULES=rules)
+    module = types.SimpleNamespace(OptaxStatePartitionRules=table)
+    names = {"gx": gx, "jax": jax, "t5x": types.SimpleNamespace(optimizers=module)}
+    exec(indented("which of its fields are like the parameters:"), names)
+    return rules
+
+
+@pytest.mark.parametrize(
+    "tx", [gx.adagrad(0.1, global_clipnorm=1.0), gx.novograd(0.1, global_clipnorm=1.0)]
+)
+def test_the_rules_for_t5x_shard_a_state_like_its_parameters(tx):
+    rules, params = rules_of_t5x(), {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    axes = {"w": "axes of w", "b": "axes of b"}
+    state = tx.init(params)
+    parts = jax.tree.leaves(state, is_leaf=lambda node: type(node) in rules)
+    assert all(type(part) in rules for part in parts)
+    for part in parts:
+        derived = rules[type(part)](part, axes)
+        assert type(derived) is type(part)
+        for name, field in zip(part._fields, part, strict=True):
+            like = jax.tree.map(jnp.shape, field) == jax.tree.map(jnp.shape, params)
+            none = jax.tree.map(lambda _: None, field)
+            assert getattr(derived, name) == (axes if like else none)

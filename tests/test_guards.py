@@ -301,10 +301,40 @@ def test_stacked_axes(stacked_axes, error, message):
         gx.novograd(0.1, stacked_axes=stacked_axes).init(PARAMS)
 
 
-def test_stacked_axes_must_be_static_under_inject_hyperparams():
-    tx = optax.inject_hyperparams(gx.novograd)(0.1, stacked_axes=1)
-    with pytest.raises(TypeError, match="name it in static_args"):
-        tx.init(PARAMS)
+INNER = {"inner": optax.sgd(0.1)}
+# Numbers that decide about shapes, which `optax.inject_hyperparams` would trace.
+SHAPES = [
+    (gx.novograd, {"learning_rate": 0.1}, {"stacked_axes": 1}),
+    (gx.scale_by_novograd, {}, {"stacked_axes": 0}),
+    (gx.measure_norms, {}, {"stacked_axes": 1}),
+    (gx.contrib.scale_by_momentum_look_ahead, {}, {"stacked_axes": 1}),
+    (gx.contrib.momentum_look_ahead, {"learning_rate": 0.1}, {"stacked_axes": 1}),
+    (gx.delayed, INNER, {"num_steps": 1}),
+    (gx.skip_spikes, INNER, {"window": 8}),
+    (gx.worker_mean, INNER | {"method": "latest"}, {"num_workers": 2}),
+    (
+        gx.low_bit_state,
+        INNER,
+        {"bits": 8, "block_size": 128, "min_size": 4096, "block_axis": -2},
+    ),
+]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(("factory", "given", "static"), SHAPES)
+def test_shapes_must_be_static_under_inject_hyperparams(factory, given, static, jitted):
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(2)}
+
+    def step(**how):
+        tx = optax.inject_hyperparams(factory, **how)(**given, **static)
+        state = (jax.jit(tx.init) if jitted else tx.init)(params)
+        return jax.jit(tx.update)(params, state, params, worker=0)
+
+    first, *_ = static
+    with pytest.raises(TypeError, match=f"^{first} .* in static_args"):
+        step()
+    step(static_args=tuple(static))
 
 
 REAL_DTYPES = [

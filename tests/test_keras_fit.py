@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.experimental.sparse
@@ -285,6 +286,25 @@ def test_two_batches_make_one_step(k, name):
     assert int(halves.optimizer.iterations) == 8
 
 
+def test_variables_that_are_overwritten_take_each_batch(k):
+    """Keras's own accumulation gives them the maximum of a step, as the page says."""
+    sgd = k.keras.optimizers.SGD
+    for optimizer, wanted in (
+        (k.Optimizer(gx.accumulate(optax.sgd(1.0), 2)), [1.0, 3.0, 2.0, 1.0]),
+        (sgd(1.0, gradient_accumulation_steps=2), [0.0, 3.0, 3.0, 2.0]),
+        (k.Optimizer(optax.sgd(1.0)), [1.0, 3.0, 2.0, 1.0]),
+        (sgd(1.0), [1.0, 3.0, 2.0, 1.0]),
+    ):
+        number, weight = (k.keras.Variable(np.zeros(2)) for _ in range(2))
+        number.overwrite_with_gradient = True
+        seen = []
+        for new in (1.0, 3.0, 2.0, 1.0):
+            grads = [np.full(2, new, np.float32), np.ones(2, np.float32)]
+            optimizer.apply(grads, [number, weight])
+            seen.append(float(number.value[0]))
+        assert seen == wanted
+
+
 def test_no_gradient_is_late_for_gates_side_by_side(k):
     """One of them steps with every batch, and one with every second."""
 
@@ -303,6 +323,22 @@ def test_no_gradient_is_late_for_gates_side_by_side(k):
     counts = {name: int(v.value) for name, v in counts.items() if v.shape == ()}
     assert sorted(n for x, n in counts.items() if "global_step" in x) == [12, 24]
     assert [n for x, n in counts.items() if "stale_count" in x] == [0, 0]
+
+
+class OwnState(NamedTuple):
+    """A user's state, with a field that gates have, too."""
+
+    global_step: jax.Array
+
+
+def test_a_users_state_may_have_a_global_step(k):
+    variable = k.keras.Variable(np.float32([2.0, 3.0]))
+    own = optax.GradientTransformation(
+        lambda _: OwnState(jnp.full(2, 7.5)), lambda updates, state, _: (updates, state)
+    )
+    tx = optax.chain(own, gx.drop_stale(optax.sgd(1.0), 0))
+    k.Optimizer(tx).apply([jnp.float32([1.0, 1.0])], [variable])
+    np.testing.assert_array_equal(variable.value, [1.0, 2.0])
 
 
 def test_a_variable_may_be_called_global_step(k):

@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "engines": ALL,
     "_ray": ALL | {"engines"},
     "_config": {"", "_trees", "_checks"},
-    "keras": {""},
+    "keras": {"", "_trees"},
     "_demo": {"", "_server", "engines"},
 }
 

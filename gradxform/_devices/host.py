@@ -71,7 +71,7 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
     keeps its part. Loops that call ``update`` by themselves get an error of JAX about
     memory, and so does ``jax.vmap`` of a step with layers or a gate, and a loss that is
     called with parameters there: give it ``jax.device_put(params,
-    jax.memory.Space.Device)``.
+    jax.memory.Space.Device)``. A server refuses such arrays.
 
     Args:
       tree: arrays, such as ``params`` or ``tx.init(params)``, also under ``jax.jit``;
@@ -159,6 +159,19 @@ def is_on_host(x: object) -> TypeGuard[jax.Array]:
     if not isinstance(x, jax.Array):
         return False
     return jax.typeof(x).memory_space == _HOST
+
+
+def check_served(name: str, tree: PyTree[Leaf]) -> None:
+    """Raises ``ValueError`` if a server would get an array in the host's memory."""
+    for path, x in jax.tree.leaves_with_path(tree):
+        if is_on_host(x):
+            raise ValueError(
+                "a server has all its arrays on its devices, but "
+                f"{name} has {x.dtype}{list(x.shape)} in the host's memory at "
+                f"{structures.path_name(path)}. Bring it to the device: "
+                "jax.device_put(x, jax.memory.Space.Device). Or train with "
+                "gradxform.minimize, which takes such arrays."
+            )
 
 
 def to_device(tree: PyTree[T]) -> PyTree[T]:

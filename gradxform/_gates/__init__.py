@@ -7,7 +7,7 @@ nothing.
 - ``gate``: the decision about a push, and the conditional that follows it.
 - ``conditional``: a conditional whose two sides may differ in type.
 - ``missing``: what happens to a leaf without a gradient.
-- ``counters``: finds the states of gates; ``global_step`` and ``staleness_fraction``.
+- ``counters``: the counters of gates; ``global_step`` and ``staleness_fraction``.
 - ``drop_stale``: drops gradients that come too late.
 - ``skip_spikes``: skips a step whose loss or norm is a spike.
 - ``worker_mean``: for workers whose data differ, with a row for each.

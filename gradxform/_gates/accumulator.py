@@ -161,7 +161,7 @@ def conditional_accumulator(
         accepted = lateness.is_fresh(global_step, local_step, max_staleness)
         if weight is None:
             return accepted, None
-        # weight(max(0, s)), asked only for accepted pushes
+        # weight(max(0, s)); for a dropped push weight(0), which nothing reads
         s = jnp.maximum(0, lateness.staleness(global_step, local_step))
         return accepted, lateness.factor(weight, jnp.where(accepted, s, 0))
 

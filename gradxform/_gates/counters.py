@@ -1,4 +1,4 @@
-"""Finds the states of gates at any place in a state, and reads their counters."""
+"""Reads the counters of gates, at any place in a state."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import structures
-from gradxform._trees import maps
-from gradxform._trees.types import Path
+from gradxform._devices import host
+from gradxform._trees import states
 
 # The fields that count the pushes that a gate has left out, each for a reason.
 _LEFT_OUT = "stale_count", "nonfinite_count", "skipped_count"
 
 
 def global_step(state: optax.OptState) -> jax.Array:
-    """The number of updates accepted so far, found at any depth of a state.
+    """The number of steps that a gate has made, found at any depth of a state.
 
     Args:
       state: a state that holds the state of :func:`drop_stale`,
@@ -49,18 +49,21 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
 
     .. math:: stale\_count / (global\_step + 1)
 
-    It compares dropped updates with accepted ones. It is not a share of all updates, so
-    it may exceed 1.
+    It compares dropped pushes with steps. It is not a share of all pushes, so it may
+    exceed 1. For :func:`conditional_accumulator` and :func:`worker_mean` several pushes
+    make a step.
 
     Args:
-      state: as for :func:`global_step`, but not that of :func:`accumulate` alone, which
-        counts no late gradients.
+      state: a state that holds the state of :func:`drop_stale`,
+        :func:`conditional_accumulator` or :func:`worker_mean`, at any depth. If such
+        gates are nested, the outermost one counts, with its own steps. The other gates
+        count no late gradients.
 
     Returns:
       A float32 scalar.
 
     Raises:
-      ValueError: as :func:`global_step`.
+      ValueError: the state holds no such gate, or several side by side.
 
     References:
       The summary "Gradient staleness percentage" of
@@ -75,26 +78,26 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     Array(1.5, dtype=float32)
     """
     own = _outermost(state, "stale_count")
+    stale, steps = host.to_device((own.stale_count, own.global_step))
     with jax.transfer_guard_host_to_device("allow"):
-        steps = own.global_step.astype(jnp.float32) + 1
-    return own.stale_count.astype(jnp.float32) / steps
+        return stale.astype(jnp.float32) / (steps.astype(jnp.float32) + 1)
 
 
 def outermost(state: optax.OptState, field: str) -> jax.Array:
     """A field of the outermost gate whose state has this field."""
-    value: jax.Array = getattr(_outermost(state, field), field)
+    value: jax.Array = host.to_device(getattr(_outermost(state, field), field))
     return value
 
 
 def dropped(state: optax.OptState) -> jax.Array:
     """How many pushes the gates in a state have left out, for any reason."""
-    counts = [*_left_out(state)]
-    return sum(counts[1:], counts[0])
+    return sum(_left_out(state), jnp.int32(0))
 
 
 def _left_out(state: optax.OptState) -> Iterator[jax.Array]:
-    for _, gate in states(state, None):
-        yield from (getattr(gate, name) for name in _LEFT_OUT if _has(gate, name))
+    for _, gate in states.gates(state):
+        names = (name for name in _LEFT_OUT if states.has_field(gate, name))
+        yield from (getattr(gate, name) for name in names)
         yield from _left_out(gate.inner_state)
 
 
@@ -110,35 +113,10 @@ def counted(
     counts = {"global_step": applies}
     if accepted is not True:
         counts |= dict.fromkeys(_LEFT_OUT, ~accepted)
-    own = {name: pred for name, pred in counts.items() if _has(state, name)}
+    own = {name: pred for name, pred in counts.items() if states.has_field(state, name)}
     return state._replace(
         **{name: increment_if(pred, getattr(state, name)) for name, pred in own.items()}
     )
-
-
-def is_gate(node: object) -> bool:
-    """Whether it is the state of a gate of this subpackage."""
-    fields = {*getattr(type(node), "_fields", ())}
-    return "inner_state" in fields and not fields.isdisjoint(("global_step", "ring"))
-
-
-def states(
-    state: optax.OptState, field: str | None = "global_step"
-) -> list[tuple[Path, optax.OptState]]:
-    """The states of the outermost gates with this field, and the paths to them."""
-    return maps.nodes(
-        state, lambda node: is_gate(node) and (field is None or _has(node, field))
-    )
-
-
-def has_gate(state: optax.OptState, field: str | None = None) -> bool:
-    """Whether a state holds that of a gate, with this field."""
-    return bool(states(state, field))
-
-
-def _has(node: optax.OptState, field: str) -> bool:
-    """Whether the state of a gate has a field that is not empty."""
-    return not isinstance(getattr(node, field, ()), tuple)
 
 
 def _outermost(state: optax.OptState, field: str) -> optax.OptState:
@@ -146,4 +124,4 @@ def _outermost(state: optax.OptState, field: str) -> optax.OptState:
     if field == "global_step":
         gates = f"accumulate, skip_spikes, {gates}"
     hint = f"wrap the transformation in {gates}"
-    return structures.only(field, states(state, field), hint)
+    return structures.only(field, states.gates(state, field), hint)

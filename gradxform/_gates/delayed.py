@@ -12,18 +12,18 @@ import optax
 
 from gradxform._checks import arguments, structures
 from gradxform._gates import gate
-from gradxform._gates.counters import has_gate
 from gradxform._gates.gate import Decision
 from gradxform._jax.compilers import narrow
 from gradxform._numbers import constants
 from gradxform._rows import boundary
-from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees import boxes, dtypes, maps, states
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
 
+@states.Mark(gate=True)
 class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 
@@ -120,7 +120,8 @@ def delayed(
         return inner
 
     def decide(updates: optax.Updates, state: DelayedState, **extra: Any) -> Decision:
-        if extra.get("weight") is not None and has_gate(state, "num_accumulated"):
+        adds_up = states.has_gate(state, "num_accumulated")
+        if adds_up and extra.get("weight") is not None:
             raise TypeError(
                 "weight is that of the newest gradient, but delayed gives an older one "
                 "to the accumulator inside of it: put the accumulator around delayed."

@@ -13,8 +13,10 @@ from gradxform._gates import gate
 from gradxform._gates.gate import Decision, GatedTransformation
 from gradxform._late import lateness
 from gradxform._numbers import constants
+from gradxform._trees import states
 
 
+@states.Mark(gate=True)
 class DropStaleState(NamedTuple):
     """State of :func:`drop_stale`.
 

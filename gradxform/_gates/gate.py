@@ -30,7 +30,7 @@ from gradxform._jax import versions
 from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
 from gradxform._numbers.apply_updates import apply_updates
 from gradxform._trees import maps
-from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, Path, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -210,8 +210,7 @@ def _guarded(
     unchanged = params if whole else None
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
-        given = decision.updates(buffers)
-        extra = accepted_kwargs(gate.inner, decision.extra, before)
+        given, extra = decision.updates(buffers), decision.extra
         outcome, new = step(gate.inner, given, before, params, extra, whole=whole)
         return *_put_into(free, outcome), new, jnp.array(True)
 

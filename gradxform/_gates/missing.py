@@ -23,10 +23,10 @@ import numpy as np
 import optax
 
 from gradxform._checks import structures
-from gradxform._gates.counters import has_gate
 from gradxform._trees import maps
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
+from gradxform._trees.states import has_gate
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
 
@@ -63,7 +63,8 @@ def update(
     Extra arguments that are trees like the parameters lose these leaves too. A function
     among them, for a line search, gets all leaves.
     """
-    tx = with_extra_args_support(tx)
+    if not isinstance(tx, optax.GradientTransformationExtraArgs):
+        tx = with_extra_args_support(tx)
     updates, missing = _marked(updates, params)
     if not missing:
         return tx.update(updates, state, params, **extra)

@@ -16,9 +16,10 @@ from gradxform._gates import gate
 from gradxform._gates.gate import Decision, GatedTransformation
 from gradxform._numbers import arithmetic, constants, norms
 from gradxform._rows import boundary
-from gradxform._trees import dtypes
+from gradxform._trees import dtypes, states
 
 
+@states.Mark(gate=True)
 class SkipSpikesState(NamedTuple):
     """State of :func:`skip_spikes`.
 

@@ -25,7 +25,7 @@ from gradxform._gates.gate import Decision, GatedTransformation
 from gradxform._jax.compilers import barrier_on_gpu, narrow, zeros_unless
 from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
-from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees import boxes, dtypes, maps, states
 from gradxform._trees.types import Leaf, PyTree
 
 _TABLE = 2**14  # Rows; a matrix with as many is a table.
@@ -41,6 +41,7 @@ Enters: TypeAlias = Callable[
 ]
 
 
+@states.Mark(gate=True)
 class ConditionalAccumulatorState(NamedTuple):
     """State of :func:`conditional_accumulator` and of :func:`accumulate`.
 

@@ -18,12 +18,13 @@ from gradxform._late import workers
 from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
-from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees import boxes, dtypes, maps, states
 from gradxform._trees.types import Gradient, Leaf
 
 Method = Literal["all", "latest", "ringleader"]
 
 
+@states.Mark(gate=True)
 class WorkerMeanState(NamedTuple):
     """State of :func:`worker_mean`, for n workers.
 

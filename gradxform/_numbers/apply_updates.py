@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._checks import structures
+from gradxform._devices import host
 from gradxform._numbers import arithmetic
 from gradxform._trees import maps
 from gradxform._trees.types import Gradient, Leaf, Params, PyTree, SparseLeaf
@@ -22,7 +23,8 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
         it is, and :class:`IndexedSlices` change the rows that they hold.
 
     Returns:
-      The new parameters, in the dtypes of ``params``; the sum is rounded once, from at
+      The new parameters, in the dtypes of ``params``, and in the memory where each of
+      them lies, if that is the host's; the sum is rounded once, from at
       least float32. Integer updates of integers are added as integers; other updates of
       integers are truncated first.
 
@@ -47,9 +49,10 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):
             return p
-        p = jnp.asarray(p)
+        u, w = host.to_device((u, jnp.asarray(p)))
         is_sparse = isinstance(u, SparseLeaf)  # It adds itself to the table.
-        return p + u if is_sparse else arithmetic.rounded_sum(jnp.asarray(u), p)
+        new = w + u if is_sparse else arithmetic.rounded_sum(jnp.asarray(u), w)
+        return host.to_memory_of(new, p)
 
     new: Params = maps.map_leaves(add, updates, params)
     return new

@@ -65,9 +65,14 @@ def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int
                 f"shape {list(jnp.shape(p))}, got {stacked}."
             )
 
-    axes = structures.prefix("stacked_axes", stacked_axes or 0, params)
+    axes = structures.prefix("stacked_axes", _or_zero(stacked_axes), params)
     jax.tree.map_with_path(check, params, axes)
     return axes
+
+
+def _or_zero(stacked_axes: StackedAxes) -> Prefix[int]:
+    """The same, but 0 without any. A traced number, which is an error, has no truth."""
+    return 0 if stacked_axes is None else stacked_axes
 
 
 def squared_norms(
@@ -86,7 +91,7 @@ def squared_norms(
     """
     sums = functools.partial(_sum_of_squares, squared=squared)
     leaves, treedef = maps.flatten(maps.stored(updates))
-    stacked = jax.tree.leaves(maps.broadcast(stacked_axes or 0, updates))
+    stacked = jax.tree.leaves(maps.broadcast(_or_zero(stacked_axes), updates))
     depths = iter(stacked)
     squares: list[jax.Array | None] = [None] * len(leaves)
     small: dict[int, jax.Array] = {}
@@ -144,7 +149,7 @@ def products(
             return _sum(g.real * h.real + g.imag * h.imag, stacked)
         return _sum(g * h, stacked)
 
-    depths = maps.broadcast(stacked_axes or 0, updates)
+    depths = maps.broadcast(_or_zero(stacked_axes), updates)
     layers = maps.map_updates(product, updates, others, depths, squares)
     terms = jax.tree.leaves(layers)
     if axis_name is not None:

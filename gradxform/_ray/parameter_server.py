@@ -37,7 +37,8 @@ class ParameterServer(ThreadServer[Params]):
     Ray actor that was started again (``max_restarts``) has lost its parameters, too.
 
     Args:
-      params: the initial parameters; they are copied.
+      params: the initial parameters; they are copied. Those that :func:`on_host` has
+        moved are refused with a ``ValueError``.
       tx: any ``optax.GradientTransformation`` but ``optax.lookahead``. A gate in it
         (:func:`drop_stale`, :func:`conditional_accumulator`) decides what is dropped;
         without one, or with :func:`accumulate`, nothing is too late. It receives

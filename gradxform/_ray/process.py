@@ -18,6 +18,7 @@ import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
+from gradxform._devices import host
 from gradxform._ray.layout import AXIS, Layout, spec
 from gradxform._ray.messages import Part
 from gradxform._server.core import Core
@@ -60,12 +61,13 @@ class Process:
         self.layouts = layout, layout.of_state(tx.init)
         with jax.disable_jit(False):  # The compiler puts the parts where they belong.
             if is_function(params):
-                params = made(params, layout, mesh)()
+                params = made("params", params, layout, mesh)()
             else:  # In memory that a step may donate.
                 leaves, tree = jax.tree.flatten(params)
                 own = map(self._array, map(np.array, leaves), layout.cuts)
                 params = jax.block_until_ready(jax.tree.unflatten(tree, own))
-            state = made(tx.init, self.layouts[1], mesh)(params)
+            init = made("tx.init(params)", tx.init, self.layouts[1], mesh)
+            state = init(params)
         self.core = Core(tx, params, state, job.donate, self._prepared)
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 
@@ -112,10 +114,18 @@ class Process:
         return snapshot._replace(state=jax.block_until_ready(specs.arrays(leaves)))
 
 
-def made(make: Callable[..., T], layout: Layout, mesh: Mesh) -> Callable[..., T]:
+def made(
+    name: str, make: Callable[..., T], layout: Layout, mesh: Mesh
+) -> Callable[..., T]:
     """Compiles ``make``, so that each process gets only its parts of the result."""
+
+    def checked(*args: object) -> T:
+        tree = make(*args)
+        host.check_served(name, tree)
+        return tree
+
     shardings = layout.map(lambda _, cut: NamedSharding(mesh, spec(cut)))
-    return jax.jit(make, out_shardings=shardings)
+    return jax.jit(checked, out_shardings=shardings)
 
 
 def part_of(x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from gradxform._rows.stored_rows import RowSparseError
 from gradxform._slices.kinds import States
 from gradxform._slices.slices import MixedSlicesError
 from gradxform._trees import maps
-from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf
 
 # States with a row for each row of a table, which still cannot act by the row.
@@ -106,7 +106,6 @@ def lazy(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        extra = accepted_kwargs(inner, extra, state)
         if not any(map(is_sparse, maps.leaves(updates))):
             return inner.update(updates, state, params, **extra)
         if params is not None:

@@ -19,11 +19,11 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._gates import gate
-from gradxform._gates.counters import has_gate
 from gradxform._gates.worker_mean import num_workers_of
 from gradxform._server import records
 from gradxform._server.placement import Arrays, Specs, copy, initialize
 from gradxform._server.programs import Prepared, PushPrograms, prepare
+from gradxform._trees.states import has_gate
 
 Prepare: TypeAlias = Callable[[PushPrograms, optax.Updates, dict[str, Any]], Prepared]
 Woken: TypeAlias = queue.SimpleQueue[int | records.ServerClosedError]

@@ -14,8 +14,9 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import structures
-from gradxform._gates.counters import has_gate
+from gradxform._devices import host
 from gradxform._gates.drop_stale import drop_stale
+from gradxform._trees.states import has_gate
 from gradxform._trees.types import Leaf, Param, PyTree, T
 
 Arrays: TypeAlias = dict[str, Any]  # What a server holds: "params" and "state".
@@ -100,8 +101,10 @@ def initialize(
     with jax.transfer_guard("allow"):  # Every zero in a first state is a transfer.
         params = params() if is_function(params) else params
         structures.arrays(params)
+        host.check_served("params", params)
         params = copy(params)
         state = tx.init(params)
+        host.check_served("tx.init(params)", state)
         gated = with_gate(tx, params, state)
         if gated is not tx:
             state = gated.init(params)

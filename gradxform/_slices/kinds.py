@@ -86,7 +86,7 @@ class States(NamedTuple):
       init: makes the state.
       whole: parameters, or descriptions of them.
       refused: says of some kinds of states why their slices cannot act alone.
-      hints: says of some kinds what to do if they have no slices.
+      hints: says of some of their fields what to do if these have no slices.
     """
 
     policy: Policy
@@ -246,7 +246,7 @@ class States(NamedTuple):
                 continue
             where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
             one, whole = self.policy.slice, self.policy.whole
-            hint = "".join(self.hints.get(name, "") for name in names[:1])
+            hint = "".join(self.hints.get(field, "") for field in fields[path][-1:])
             if owner is None and not hint:
                 hint = ": make it from the parameter in init, by jax.tree.map"
             lacks = reason or f"has no {one} for each {one} of the {whole}{hint}"

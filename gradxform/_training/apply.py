@@ -94,7 +94,7 @@ def apply_gradients(
     grads = table_rows.numbered(params, grads)
     given = maps.stored(params)
     arrays = host.to_device(given)
-    grads = missing.normalized(grads, arrays)
+    grads = missing.normalized(host.to_device(grads), arrays)
     try:
         with boundary.explained(grads):
             new, state = gate.step(tx, grads, state, arrays, extra, whole=True)

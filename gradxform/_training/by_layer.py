@@ -85,8 +85,12 @@ _LATER = (
     "after the last layer"
 )
 _GONE = "its update of other leaves reads all layers"
-# States that may have no layer for each layer, and with which argument they have.
-_HINTS = {"LowBitState": ": give low_bit_state block_axis=-1"}
+# Fields that may have no layer for each layer, and with which argument they have.
+_HINTS = {
+    "LowBitState.scales": ": give low_bit_state block_axis=-1, or name it in keep",
+    "MeasureNormsState.norms": ": give measure_norms stacked_axes=1",
+    "ScaleByNovogradState.nu": ": give novograd stacked_axes=1",
+}
 
 
 @dataclasses.dataclass(frozen=True)

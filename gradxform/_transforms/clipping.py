@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import arguments
+from gradxform._devices import host
 from gradxform._devices.mesh import AxisName
 from gradxform._jax.compilers import barrier_after, narrow
 from gradxform._numbers import arithmetic, constants, norms
@@ -53,7 +54,7 @@ def global_norm(tree: PyTree[Leaf], *, axis_name: AxisName = None) -> jax.Array:
     Array(300., dtype=float32)
     """
     with jax.transfer_guard_host_to_device("allow"):
-        tree = norms.alone(boundary.summed_rows(tree))
+        tree = norms.alone(boundary.summed_rows(host.to_device(tree)))
         _, total = norms.squared_norms(tree, axis_name=axis_name)
         return arithmetic.safe_sqrt(total)
 

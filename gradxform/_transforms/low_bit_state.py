@@ -19,7 +19,7 @@ from gradxform._devices import mesh
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, PyTree, T
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
@@ -218,7 +218,6 @@ def low_bit_state(
         **extra: object,
     ) -> tuple[optax.Updates, LowBitState]:
         structures.own_kind(state, LowBitState)
-        extra = accepted_kwargs(inner, extra, state)
         if hasattr(state.scales, "dtype"):  # There are no parameters.
             updates, new = inner.update(updates, state.inner_state, params, **extra)
             return updates, LowBitState(state.scales, new)

@@ -16,7 +16,7 @@ from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import accepted_kwargs, with_extra_args_support
+from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf, Param, Params, Path
 
 _TAKES_NO_ROWS = (
@@ -44,12 +44,12 @@ class MasterWeightsState(NamedTuple):
 
 
 class CountedMasterWeightsState(NamedTuple):
-    """State of :func:`master_weights` with a residual of 8 bits.
+    """State of :func:`master_weights` with residuals that round: int8 or bfloat16.
 
     Attributes:
       residual: as in :class:`MasterWeightsState`.
       inner_state: the state of ``inner``, for float32 parameters.
-      count: int32[], the updates so far.
+      count: int32[], the updates so far; how a residual is rounded depends on it.
     """
 
     residual: optax.Updates
@@ -87,8 +87,8 @@ def master_weights(
     Kahan's summation: the residual is a bfloat16, whose 8 bits are finer near zero.
 
     A small step is less than a part, and rounding to the nearest would lose it each
-    time. So these 8 bits are rounded up where the rest of a part is above ``1 - t``,
-    with another threshold in each step:
+    time. So these two are rounded up where the rest of a part is above ``1 - t``, with
+    another threshold in each step:
 
     .. math:: t_k = (1/2 + k (\sqrt 5 - 1) / 2) \bmod 1
 
@@ -114,11 +114,12 @@ def master_weights(
       residual_dtype: ``"int16"``, ``"int8"`` or ``"bfloat16"``.
 
     Returns:
-      A transformation with state :class:`MasterWeightsState`, or with 8 bits
-      :class:`CountedMasterWeightsState`. Its updates are float32 for parameters in half
-      precision. :func:`get_master_weights` gives the float32 parameters. If the
-      gradient of a table is :class:`IndexedSlices`, only the touched rows of it and of
-      the residual are read and written, and ``inner`` gets these rows alone.
+      A transformation with state :class:`MasterWeightsState`, or for ``"int8"`` and
+      ``"bfloat16"`` :class:`CountedMasterWeightsState`. Its updates are float32 for
+      parameters in half precision. :func:`get_master_weights` gives the float32
+      parameters. If the gradient of a table is :class:`IndexedSlices`, only the touched
+      rows of it and of the residual are read and written, and ``inner`` gets these rows
+      alone.
 
     Raises:
       ValueError: another ``residual_dtype``, or ``params`` is missing in an update.
@@ -187,10 +188,7 @@ def master_weights(
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
             updates, inner_state = inner.update(
-                updates,
-                state.inner_state,
-                wide,
-                **accepted_kwargs(inner, extra, state.inner_state),
+                updates, state.inner_state, wide, **extra
             )
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)

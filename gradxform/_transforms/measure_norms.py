@@ -46,7 +46,8 @@ def measure_norms(
     them. If a clip comes next, both take the same sums. Behind a clip or an optimizer
     a compiler may keep the updates that are measured: on CPU up to 1 N.
     ``minimize(layers=...)`` takes it, without a second pass, if ``stacked_axes`` gives
-    each layer a norm of its own. A norm of a whole stack is refused there.
+    each layer a norm of its own. A norm of a whole stack needs ``two_passes``, and is
+    refused behind a clip by the norm of all gradients.
 
     Args:
       axis_name: as in :func:`global_norm`.

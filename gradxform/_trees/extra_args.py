@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import optax
 
-from gradxform._trees import maps
+from gradxform._trees import states
 
-# Extra arguments that a state inside needs, by a field of that state.
-_NEEDED = {"weight": "num_accumulated", "last": "num_accumulated"}
-_NEEDED |= {"local_step": "stale_count"}
+# Extra arguments that a gate inside needs, by a field of its state.
+_NEEDED = {
+    "weight": "num_accumulated",
+    "last": "num_accumulated",
+    "local_step": "stale_count",
+}
 
 
 def with_extra_args_support(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
-    """As optax's, but an argument that a gate inside needs is not ignored."""
-    if isinstance(tx, optax.GradientTransformationExtraArgs):
-        return tx
+    """``tx``, which now takes any extra argument. Its ``update`` gets those it takes.
+
+    Optax asks the class of ``tx``. Here its ``update`` says it: that of an
+    ``optax.MultiSteps`` takes all, that of ``optax.contrib.sam`` takes one. An
+    argument that a gate inside needs is not ignored.
+    """
+    if _names(tx.update) is None:
+        if isinstance(tx, optax.GradientTransformationExtraArgs):
+            return tx
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
 
     def update(
         updates: optax.Updates,
@@ -28,27 +37,35 @@ def with_extra_args_support(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        _check_ignored(tx, state, [k for k, x in extra.items() if x is not None])
-        return tx.update(updates, state, params)
+        accepted = accepted_kwargs(tx, extra)
+        ignored = extra.keys() - accepted.keys()
+        _check_ignored(tx, state, [k for k in ignored if extra[k] is not None])
+        return tx.update(updates, state, params, **accepted)
 
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def accepted_kwargs(
-    tx: optax.GradientTransformation,
-    extra: dict[str, object],
-    state: optax.OptState = (),
+    tx: optax.GradientTransformation, extra: dict[str, object]
 ) -> dict[str, object]:
-    """The extra arguments that ``tx.update`` takes.
+    """The extra arguments that ``tx.update`` takes."""
+    names = _names(tx.update)
+    return {k: x for k, x in extra.items() if names is None or k in names}
 
-    Most transformations ignore unknown ones; ``optax.contrib.sam`` does not.
+
+def _names(update: Callable[..., object]) -> Collection[str] | None:
+    """The names of the extra arguments that an ``update`` takes; None if it takes all.
+
+    The first three arguments are updates, state and parameters.
     """
-    parameters = inspect.signature(tx.update).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return extra
-    ignored = [k for k, x in extra.items() if x is not None and k not in parameters]
-    _check_ignored(tx, state, ignored)
-    return {name: value for name, value in extra.items() if name in parameters}
+    parameters = inspect.signature(update).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return {
+        p.name
+        for i, p in enumerate(parameters)
+        if p.kind is p.KEYWORD_ONLY or (i > 2 and p.kind is p.POSITIONAL_OR_KEYWORD)
+    }
 
 
 def _check_ignored(
@@ -57,14 +74,11 @@ def _check_ignored(
     """Raises ``TypeError`` if ``tx`` ignores an argument that is needed inside."""
     for name in names:
         field = _NEEDED.get(name)
-        if field and maps.nodes(state, functools.partial(_has, field)):
+        if field and states.has_gate(state, field):
+            around = getattr(tx.update, "__qualname__", type(tx).__name__)
             raise TypeError(
-                f"{name} is for a wrapper inside of {tx.update.__qualname__}, which "
+                f"{name} is for a wrapper inside of {around}, which "
                 "takes no extra arguments, so it would be lost. Put the wrapper around "
                 "that transformation, or make that an "
                 "optax.GradientTransformationExtraArgs which passes them on."
             )
-
-
-def _has(field: str, node: object) -> bool:
-    return not isinstance(getattr(node, field, ()), tuple)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import arguments, structures
+from gradxform._devices import host
 from gradxform._devices.mesh import AxisName
 from gradxform._numbers import arithmetic, norms
 from gradxform._numbers.arithmetic import scale_leading
@@ -295,8 +296,9 @@ def worker_start(
         # w - learning_rate·b1·m
         if not maps.has_gradient(m):
             return jax.tree.map(jnp.asarray, w)
-        m = dtypes.widen(m)
-        return arithmetic.rounded_sum(arithmetic.scale(m, ahead), jnp.asarray(w))
+        step = arithmetic.scale(dtypes.widen(host.to_device(m)), ahead)
+        moved = arithmetic.rounded_sum(step, host.to_device(jnp.asarray(w)))
+        return host.to_memory_of(moved, w)
 
     with jax.transfer_guard_host_to_device("allow"):
         ahead = -jnp.asarray(learning_rate) * b1

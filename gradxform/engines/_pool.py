@@ -13,8 +13,10 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 from gradxform._checks import arguments
+from gradxform._devices import host
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.core import of_one_process
+from gradxform._server.placement import is_function
 from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.transport import Transport
@@ -85,6 +87,8 @@ class WorkerPool:
         if job.required is not None:
             arguments.in_range("required", job.required, "[1, inf)", integer=True)
         arguments.in_range("pushes", job.pushes, "[1, inf)", integer=True)
+        if not is_function(job.params):  # An actor would get copies on its device.
+            host.check_served("params", job.params)
         self._job = job
         if job.pace is not None and not callable(job.pace):
             raise TypeError(

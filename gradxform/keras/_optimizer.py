@@ -17,9 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 import optax
-from optax.tree_utils import NamedTupleKey
 
 import gradxform as gx
+from gradxform._trees import states
 
 _NEEDS = (
     "gradxform.keras needs Keras 3 with its JAX backend: run python -m pip install "
@@ -206,8 +206,8 @@ class Optimizer(keras.optimizers.Optimizer):
         self, grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
         # A gradient ahead of a gate's global step is not late for it.
-        found = optax.tree.get_all_with_path(state, "global_step")
-        steps = [x for keys, x in found if isinstance(keys[-1], NamedTupleKey)]
+        found = states.gates(state, "global_step")
+        steps = [gate.global_step for _, gate in found]
         extra = {"local_step": functools.reduce(jnp.maximum, steps)} if steps else {}
         return gx.apply_gradients(self._tx, grads, state, params, **extra)
 

@@ -104,14 +104,19 @@ def test_a_gate_gets_the_loss_of_each_push(own):
 
 def test_an_extra_argument_of_a_worker_is_not_lost():
     """The wrapper between the gates passes none on."""
-    inner = optax.MultiSteps(gx.accumulate(optax.sgd(0.1), 2), 2)
+    gate = gx.accumulate(optax.sgd(0.1), 2)
+
+    def update(updates, state, params=None):
+        return gate.update(updates, state, params)
+
+    inner = optax.GradientTransformation(gate.init, update)
     worker = engines.Worker(
         lambda params, number: (0.0, params),
         lambda number: (number,),
         extra=lambda params, number: {"weight": 2.0},
     )
     job = make_job([worker], 4, gx.drop_stale(inner, 1))
-    with pytest.raises(TypeError, match="weight is for a wrapper inside of MultiStep"):
+    with pytest.raises(TypeError, match="weight is for a wrapper inside of test_an"):
         list_all(engines.simulated, job)
 
 

@@ -268,7 +268,7 @@ def made_by_columns(height):
         return {"table": by_columns(height)}
 
     layout = Layout.of(jax.eval_shape(make), COUNT)
-    return made(make, layout, mesh).lower().compile()
+    return made("params", make, layout, mesh).lower().compile()
 
 
 def test_random_numbers_by_columns_are_those_of_one_device():

@@ -22,6 +22,7 @@ from benchmarks.models import next_tokens, size, transformer
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 LAYERS, WIDTH, HIDDEN = 4, 6, 10
+STACKED = {"blocks": 1, "head": 0}
 X = jnp.asarray(np.random.default_rng(1).standard_normal((3, WIDTH)), jnp.float32)
 
 
@@ -684,6 +685,54 @@ def test_a_number_for_each_stack_in_two_passes():
     with pytest.raises(TypeError, match=r"nu\['blocks'\]\['b'\] .* no layer for each"):
         train(gx.novograd(0.1), start(), layers=["blocks"])
     check(gx.novograd(0.1), two_passes=True)
+
+
+def low(tx, **given):
+    return gx.low_bit_state(tx, min_size=1, block_size=8, **given)
+
+
+@pytest.mark.parametrize(
+    ("tx", "advice", "advised"),
+    [
+        (
+            gx.novograd(0.1),
+            "novograd stacked_axes=1",
+            gx.novograd(0.1, stacked_axes=STACKED),
+        ),
+        (
+            low(gx.novograd(0.1), block_axis=-1),
+            "novograd stacked_axes=1",
+            low(gx.novograd(0.1, stacked_axes=STACKED), block_axis=-1),
+        ),
+        (
+            optax.chain(gx.low_bit_state(gx.measure_norms()), optax.sgd(0.1)),
+            "measure_norms stacked_axes=1",
+            optax.chain(
+                gx.low_bit_state(gx.measure_norms(stacked_axes=STACKED)), optax.sgd(0.1)
+            ),
+        ),
+        (low(optax.adam(0.1)), "low_bit_state block_axis=-1, or name it in keep", None),
+        (
+            low(optax.adam(0.1)),
+            "low_bit_state block_axis=-1, or name it in keep",
+            low(optax.adam(0.1), keep=lambda path: path.endswith("/b")),
+        ),
+        (
+            optax.adafactor(0.1, min_dim_size_to_factor=4, clipping_threshold=None),
+            None,
+            None,
+        ),
+    ],
+    ids=["nu", "nu in 8 bits", "norms", "scales", "scales kept", "of another library"],
+)
+def test_the_advice_for_state_without_layers_is_that_of_its_field(tx, advice, advised):
+    """Whoever is around. With what is advised the step runs."""
+    make = functools.partial(start, 32)
+    given = f": give {advice}" if advice else ""
+    with pytest.raises(TypeError, match=f"layer for each layer of the stack{given}[.]"):
+        train(tx, make(), layers=["blocks"])
+    if advised:
+        train(advised, make(), layers=["blocks"])
 
 
 # Gates and late gradients.

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._jax import compilers
+from gradxform._ray import layout, process
 from gradxform._training import stacks
 
 OLD = jax.__version_info__ < (0, 10, 2)
@@ -822,3 +823,119 @@ def test_a_checkpoint(tmp_path, tx):
         got = files.restore(tmp_path / "state", on_host(like))
     assert kinds(got) == kinds(state)
     chex.assert_trees_all_equal(*jax.tree.map(np.asarray, (got, state)))
+
+
+def small_on_host(tree):
+    return gx.on_host(tree, min_size=1)
+
+
+FUNCTIONS = {
+    "global_norm": lambda params, updates: gx.global_norm(params),
+    "apply_updates": gx.apply_updates,
+    "worker_start": lambda params, updates: gx.contrib.worker_start(
+        params, LOOKING_AHEAD._replace(mu=updates), 0.5, 0.5
+    ),
+    "apply_gradients": lambda params, updates: gx.apply_gradients(
+        optax.sgd(0.5), updates, optax.sgd(0.5).init(params), params
+    )[0],
+}
+LOOKING_AHEAD = gx.contrib.scale_by_momentum_look_ahead(0.5).init(jnp.ones(1))
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("there", ["params", "updates", "both"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_of_arrays_takes_them_from_the_host(name, there, jitted):
+    """Small ones, those in half precision and large ones go other ways."""
+    rng = np.random.default_rng(0)
+    shapes = {"small": (3,), "other": (3,), "matrix": (70, 70), "half": (70, 70)}
+
+    def draw():
+        drawn = {
+            k: jnp.asarray(rng.normal(size=s), "float32") for k, s in shapes.items()
+        }
+        return drawn | {"half": drawn["half"].astype("bfloat16")}
+
+    params, updates = draw(), draw()
+    on_device = FUNCTIONS[name](params, updates)
+    given = [
+        small_on_host(tree) if there in (who, "both") else tree
+        for who, tree in (("params", params), ("updates", updates))
+    ]
+    before = kinds(given[0])
+    got = (jax.jit if jitted else lambda f: f)(FUNCTIONS[name])(*given)
+    assert kinds(given[0]) == before
+    assert kinds(got) == ("device" if name == "global_norm" else before)
+    got, wanted = (
+        jax.tree.map(lambda x: np.asarray(x, np.float64), x) for x in (got, on_device)
+    )
+    chex.assert_trees_all_close(got, wanted, rtol=1e-6)
+    if name == "global_norm":
+        flat = [np.asarray(x, np.float64).ravel() for x in params.values()]
+        np.testing.assert_allclose(got, np.linalg.norm(np.concatenate(flat)), 1e-6)
+
+
+def test_what_gets_no_update_stays_on_the_host():
+    params = small_on_host({"a": jnp.ones(3), "frozen": jnp.ones(3)})
+    new = gx.apply_updates(params, {"a": jnp.ones(3), "frozen": None})
+    assert new["frozen"] is params["frozen"]
+    assert new["a"].sharding.memory_kind == "pinned_host"
+    rows = gx.IndexedSlices(jnp.array([1]), jnp.ones((1, 2)), (3, 2))
+    table = gx.apply_updates(small_on_host(jnp.ones((3, 2))), rows)
+    np.testing.assert_array_equal(table, [[1, 1], [2, 2], [1, 1]])
+    assert table.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+def test_counters_are_read_from_the_host(jitted):
+    tx = gx.drop_stale(optax.sgd(1.0), 0)
+    state = small_on_host(tx.init(jnp.ones(3)))
+    _, state = gx.apply_gradients(tx, jnp.ones(3), state, jnp.ones(3), local_step=0)
+    for read, wanted in (gx.global_step, 1), (gx.staleness_fraction, 0):
+        got = (jax.jit if jitted else lambda f: f)(read)(state)
+        assert (got, got.sharding.memory_kind) == (wanted, "device")
+
+
+IN_HOST = "{} has float32.* in the host's memory at .*w.*jax.device_put"
+
+
+def test_a_server_refuses_arrays_on_the_host():
+    params = {"w": jnp.ones((512, 256)), "b": jnp.ones(3)}
+    refused = pytest.raises(ValueError, match=IN_HOST.format("params"))
+    for tx in (optax.sgd(0.1), optax.adam(0.1)):
+        with refused:
+            gx.ParameterServer(gx.on_host(params), tx)
+        with refused:
+            gx.ParameterServer(lambda: gx.on_host(params), tx)
+    trace = optax.trace(0.9)
+    moved = trace._replace(init=lambda params: gx.on_host(trace.init(params)))
+    named = IN_HOST.format(r"tx.init\(params\)")
+    with pytest.raises(ValueError, match=named):
+        gx.ParameterServer(params, moved)
+    server = gx.ParameterServer(gx.on_host({"w": jnp.ones(3)}), trace)  # A small one.
+    assert server.push(small_on_host({"w": jnp.ones(3)}), 0).applied
+    state = server.state()
+    server.restore(small_on_host(state))
+    assert kinds(server.state()) == kinds(state)
+
+
+@pytest.mark.parametrize("engine", ["threads", "simulated", "ray"])
+def test_an_engine_refuses_parameters_on_the_host(engine):
+    params = gx.on_host({"w": jnp.ones((512, 256))})
+    worker = gx.engines.Worker(lambda params: (0.0, params))
+    job = gx.engines.Job(params, optax.sgd(0.1), [worker], 2)
+    with pytest.raises(ValueError, match=IN_HOST.format("params")):
+        getattr(gx.engines, engine)(job).__enter__()
+
+
+def test_so_does_a_server_of_several_processes():
+    """Each of them compiles the function that makes parameters, or the first state."""
+    params = {"w": jnp.ones((512, 256))}
+    mesh = jax.make_mesh((1,), (layout.AXIS,))
+    make = process.made(
+        "params", lambda: gx.on_host(params), layout.Layout.of(params, 1), mesh
+    )
+    with pytest.raises(ValueError, match=IN_HOST.format("params")):
+        make()
+    make = process.made("params", lambda: params, layout.Layout.of(params, 1), mesh)
+    chex.assert_trees_all_equal(make(), params)
