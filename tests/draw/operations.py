@@ -8,37 +8,34 @@ from __future__ import annotations
 
 import math
 
-from hypothesis import strategies as st
-
 LETTERS = "abcdefgh"
 
 
 class Draw:
-    """What a program has drawn so far: its values, by name, and the draw itself."""
+    """What a program has drawn so far.
 
-    def __init__(self, draw):
-        self._draw = draw
+    Attributes:
+      integer: draws an integer, from the lowest one to the highest.
+      types: the values that there are, by name.
+    """
+
+    def __init__(self, integer):
+        self.integer = integer
         self.types = {}
 
-    def integer(self, low, high):
-        return self._draw(st.integers(low, high))
+    def chance(self):
+        return self.integer(0, 1) == 1
 
     def one_of(self, values):
-        return self._draw(st.sampled_from(list(values)))
-
-    def some_of(self, values, least=0):
         values = list(values)
-        return self._draw(
-            st.lists(st.sampled_from(values), min_size=least, unique=True)
-            if values
-            else st.just([])
-        )
+        return values[self.integer(0, len(values) - 1)]
+
+    def some_of(self, values):
+        return [x for x in values if self.chance()]
 
     def order(self, values):
-        return self._draw(st.permutations(list(values)))
-
-    def chance(self):
-        return self._draw(st.booleans())
+        values = list(values)
+        return [values.pop(self.integer(0, len(values) - 1)) for _ in [*values]]
 
     def shape(self, x):
         return self.types[x].shape
@@ -163,16 +160,15 @@ def squeeze(d, x):
 
 def reduction(d, x):
     axes = tuple(sorted(d.some_of(range(len(d.shape(x))))))
-    f = d.one_of(
+    return d.one_of(
         [f"jnp.{f}({x}, axis={axes})" for f in ("sum", "max", "min", "prod")]
         + [f"jnp.{f}({x} > 0.2, axis={axes}) + 0.0" for f in ("all", "any")]
         + [
             f"lax.reduce_{f}(({x} * 8).astype(int), {axes}) + 0.0"
             for f in ("and", "or", "xor")
         ]
-        + [f"lax.reduce({x}, 0.0, lambda a, b: a + 2 * b, {axes[:1]})"] * bool(axes)
+        + [f"lax.reduce({x}, 0.0, lambda a, b: a + b + a * b, {axes})"]
     )
-    return None if "lambda" in f and d.shape(x)[axes[0]] > 1 else f
 
 
 def argmax(d, x):
@@ -377,5 +373,6 @@ KEEP = (elementwise, of_one_entry, cumulative, flip, sort, barrier, counted, con
 KEEP += (made, bits, written)
 PARTS = (cut, dynamic_cut, pad, joined, divided, flip, taken, written, top_k, transpose)
 SUMS = (reduction, argmax, multiplied, cumulative, sort, of_one_entry, reshape)
-REST = (elementwise, drawn, factorized, bits, made, counted, constant, transpose)
-ALL = tuple(dict.fromkeys((*SHAPES, *KEEP, *PARTS, *SUMS, *REST)))
+REST = (elementwise, drawn, bits, made, counted, constant, transpose)
+MATRICES = (factorized, transpose, factorized, multiplied)
+ALL = tuple(dict.fromkeys((*SHAPES, *KEEP, *PARTS, *SUMS, *REST, *MATRICES)))

@@ -112,7 +112,8 @@ def lines(d, how, count, depth=0):
     text, last = "", "v"
     for k in range(count):
         new = f"v{depth}{k}"
-        x = d.one_of(d.types) if d.chance() else list(d.types)[-1]
+        latest = list(d.types)[-1] if k or depth else "x"
+        x = latest if d.integer(0, 2) else d.one_of(d.types)
         if not depth and how.nested and d.integer(0, 2) == 0:
             line = nested(d, how, x, new)
         else:
@@ -137,7 +138,7 @@ def nested(d, how, x, new):
     name = d.one_of(WRAPPERS | LOOPS)
     if (axis := d.axis(x)) is None:
         return None
-    inner, shape = Draw(d._draw), list(d.shape(x))
+    inner, shape = Draw(d.integer), list(d.shape(x))
     if "axis" in (WRAPPERS | LOOPS)[name]:
         shape.pop(axis)
     inner.types["v"] = jax.ShapeDtypeStruct(tuple(shape), float)
@@ -167,31 +168,44 @@ class How:
     largest: int = 4
 
 
-@st.composite
-def programs(draw, how):
-    """A program, and arguments for it."""
-    d = Draw(draw)
-    number, entries = d.integer(1, how.largest), d.integer(1, 2)
-    rank = d.integer(1, 3)
-    axes = {}
+def program(integer, how):
+    """A program, and arguments for it; None if no line of it fits."""
+    d = Draw(integer)
+    number, entries = d.one_of([1, 2, 2, 3, 3, 4]), d.one_of([1, 1, 2])
+    rank, axes = d.one_of([1, 2, 2, 3, 3]), {}
     for name in ("x", "y"):
         shape = [d.integer(1, 3) for _ in range(rank)]
         axes[name] = d.integer(0, rank - 1)
         if name == "y" and d.chance():
             shape, axes["y"] = list(d.types["x"].shape), axes["x"]
-        else:
-            shape[axes[name]] = number * entries
+        shape[axes[name]] = number * entries
         d.types[name] = jax.ShapeDtypeStruct(tuple(shape), float)
-    d.types["w"] = jax.ShapeDtypeStruct(tuple(d.integer(1, 4) for _ in range(2)), float)
+    d.types["w"] = jax.ShapeDtypeStruct((d.integer(1, 4), d.integer(1, 4)), float)
     with wide():
         text, _ = lines(d, how, d.integer(1, how.length))
+    if not text:
+        return None
     made = [name for name in d.types if name not in ("x", "y", "w")]
-    if not made:
-        reject()
     body = textwrap.indent(f"{text}return {', '.join(made)},\n", "  ")
     rng = np.random.default_rng(d.integer(0, 9))
     args = {name: rng.standard_normal(d.shape(name)) for name in ("x", "y", "w")}
     return Program(f"def f(x, y, w):\n{body}", args, axes, number)
+
+
+@st.composite
+def programs(draw, how):
+    """Those of hypothesis, which makes one that fails shorter."""
+    found = program(lambda low, high: draw(st.integers(low, high)), how)
+    return found if found else reject()
+
+
+def random_programs(how, seed):
+    """An endless stream of programs, the same one for each seed."""
+    rng = np.random.default_rng(seed)
+    while True:
+        found = program(lambda low, high: int(rng.integers(low, high + 1)), how)
+        if found:
+            yield found
 
 
 @contextlib.contextmanager
@@ -277,7 +291,10 @@ def check(p):
                 results = run(picks[0], *parts(p, kinds, picks))
                 for whole, got, kind in zip(wholes, results, found, strict=True):
                     if got is not None:
-                        want, where = part(whole, kind, picks), f"slices {picks}"
+                        want, where = (
+                            part(whole, kind, picks),
+                            f"slices {picks} of{p!r}",
+                        )
                         close = {"rtol": 1e-9, "atol": 1e-9, "err_msg": where}
                         np.testing.assert_allclose(got, want, **close)
     return sum(isinstance(x, str) for x in found), len(found)

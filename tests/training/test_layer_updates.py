@@ -399,11 +399,11 @@ RATES = {
         0, 2, lambda i, y: y * shaped(jnp.arange(len(y)) + i, y), x
     ),
     "in a branch": lambda x: jax.lax.cond(
-        jnp.argmax(jnp.ones(2)) == 0, lambda y: y * shaped(HALVES, y), jnp.sin, x
+        jnp.argmax(jnp.ones(2)) == 0, lambda y: y * shaped(HALVES, y), jnp.cos, x
     ),
-    "in a derivative": lambda x: jax.grad(
-        lambda y: jnp.sum(jax.nn.relu(y) * shaped(jnp.arange(len(y)) * 1.0, y))
-    )(x),
+    "in a derivative": jax.grad(
+        lambda x: jnp.sum(jax.nn.relu(x) * shaped(jnp.arange(len(x)) * 1.0, x))
+    ),
     "mapped": lambda x: jax.lax.map(
         lambda each: each[0] * each[1], (x, jnp.arange(1.0, len(x) + 1))
     ),
@@ -575,7 +575,7 @@ def test_a_sum_over_layers_by_the_name_of_a_vmap():
     """The layers are the named axis, so they are mixed."""
     add = jax.vmap(lambda u: jax.lax.psum(u, "layers") - u, axis_name="layers")
     step = gx.minimize(loss_fn, of_matrices(add), layers=["blocks"])
-    with pytest.raises(TypeError, match="may mix layers, by '(psum|reduce_sum)"):
+    with pytest.raises(TypeError, match=r"may mix layers, by '(psum|reduce_sum)"):
         step.lower(start(), of_matrices(add).init(start()), X)
 
 
