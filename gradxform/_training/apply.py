@@ -142,18 +142,18 @@ def minimize(
         They are stacks: one ``jax.lax.scan`` of the loss goes over each of them, as in
         models with ``flax.linen.scan`` or ``flax.nnx.scan``. There may be several
         scans, as for an encoder and a decoder, also inside of a ``jax.checkpoint``.
-        Nothing else reads the stacks, but for what has no derivative, such as a norm in
-        the aux. The loss may cast and transpose them first. It may also reshape them
-        into groups of layers, for a scan inside of a scan. Then a group counts as one
-        layer. A stack that is not trainable is read layer by layer, and stays. The
-        backward pass applies ``tx`` to each layer as soon as its gradient is known, or
-        adds it to the sum of :func:`accumulate`. So no array holds the gradients of all
-        layers, 1 N: the bytes of the parameters.
+        What gives the loss no derivative by a stack may read it as well: another scan
+        behind ``stop_gradient``, a norm in the aux. The loss may cast and transpose
+        them first. It may also reshape them into groups of layers, for a scan inside of
+        a scan. Then a group counts as one layer. A stack that is not trainable is read
+        layer by layer, and stays. The backward pass applies ``tx`` to each layer as
+        soon as its gradient is known, or adds it to the sum of :func:`accumulate`. So
+        no array holds the gradients of all layers, 1 N: the bytes of the parameters.
         The numbers are those of the step without ``layers``. The backward pass computes
         each layer again, as with ``jax.checkpoint``. The update of a layer may read
-        this layer, the loss and scalars, but no other layer and no gradient of another
-        parameter. It runs once for each layer, and once for the rest, and so does a
-        ``jax.debug.print`` in it.
+        this layer, its number, the loss and scalars, but no other layer and no gradient
+        of another parameter. It may add up over named mesh axes. It runs once for each
+        layer, and once for the rest, and so does a ``jax.debug.print`` in it.
       two_passes: whether ``tx`` may also read sums over all gradients of the
         ``layers``, their maximum and the like. A clip by their norm does so, and so do
         :func:`skip_spikes` and a gate that looks for NaN. A first backward pass
@@ -174,7 +174,7 @@ def minimize(
     Raises:
       ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
         parameter; ``tables`` names one that is not trainable; or ``layers`` names one
-        that no single ``scan`` goes over.
+        that no single ``scan`` goes over with a derivative.
       TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; or it mixes
         ``layers``, as a clip by the norm of all gradients does without ``two_passes``.
 

@@ -288,7 +288,8 @@ def written(d, x):
     if (axis := d.axis(x)) is None or not d.shape(x)[axis]:
         return None
     axis, n = positive(d, x, axis), d.shape(x)[axis]
-    at = ", ".join([":"] * axis + [f"jnp.array([{d.integer(0, n - 1)}])"])
+    one, few = f"jnp.array([{d.integer(0, n - 1)}])", f"{d.integer(0, n - 1)}:{n}"
+    at = ", ".join([":"] * axis + [d.one_of([one, few])])
     f = d.one_of(["set", "add", "multiply", "min", "max", "subtract"])
     mode = d.one_of(["clip", "drop", "promise_in_bounds"])
     kinds = f"indices_are_sorted={d.chance()}, unique_indices={d.chance()}"

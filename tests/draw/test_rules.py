@@ -14,7 +14,7 @@ import pytest
 from jax import lax
 
 from gradxform._jax import versions
-from gradxform._slices import rules
+from gradxform._slices import rules, slices
 from gradxform._slices.rules import RULES, Along
 from tests.draw import operations, programs
 from tests.draw.programs import How
@@ -37,7 +37,7 @@ def drawn(family, count, seed=0):
 @pytest.mark.every
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_are_those_of_the_whole(family):
-    for p in drawn(family, 20):
+    for p in drawn(family, 40 if family == "parts" else 20):
         programs.check(p)
 
 
@@ -68,22 +68,32 @@ ONE_VALUE = {
 
 
 @pytest.mark.slow
-def test_each_operation_and_each_parameter_is_drawn():
-    found = collections.defaultdict(lambda: collections.defaultdict(set))
+def test_each_operation_and_each_parameter_is_drawn(monkeypatch):
+    """And each operation runs on slices at least once."""
+    found, runs = collections.defaultdict(lambda: collections.defaultdict(set)), set()
 
-    for p in itertools.chain(*(drawn(family, 300, seed=2) for family in FAMILIES)):
+    def resized(name, *args):
+        runs.add(name)
+        return rules.resized(name, *args)
+
+    monkeypatch.setattr(slices, "resized", resized)
+    for p in itertools.chain(*(drawn(family, 600, seed=2) for family in FAMILIES)):
         with programs.wide():
             program = jax.make_jaxpr(p.f)(*p.args.values())
+            run, _ = programs.by_slices(p, 1, numbered=True)
+            few = programs.parts(p, programs.kinds_of(p, 1), [0])
+            jax.eval_shape(run, 0, *few)
         for eqn in programs.equations(program.jaxpr):
             for name, value in {"": "", **eqn.params}.items():
                 found[eqn.primitive.name][name].add(str(value))
     assert RULES.keys() - found.keys() <= NOT_DRAWN
+    by_entries = versions.ELEMENTWISE | versions.SAME_VALUES
+    assert found.keys() & RULES.keys() - runs - by_entries <= {"random_bits"}
     for name in RULES.keys() & found.keys() - versions.ELEMENTWISE:
         rule, parameters = RULES[name], dict(found[name])
         del parameters[""]
         if rule.reads is not None:
-            known = rule.reads | versions.NO_PLACES
-            assert parameters.keys() <= known, name
+            assert parameters.keys() <= rule.reads | versions.NO_PLACES, name
             one = {k for k, x in parameters.items() if len(x) < 2}
             assert one <= ONE_VALUE, name
 
