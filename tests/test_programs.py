@@ -31,8 +31,9 @@ def examples(heading):
     page = pathlib.Path(__file__).parents[1] / "docs/frameworks.md"
     _, _, rest = page.read_text().partition(f"\n## {heading}\n")
     named = {}
-    for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):
-        exec(example.source, named)
+    with jax.numpy_dtype_promotion("standard"):
+        for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):
+            exec(example.source, named)
     return named
 
 

@@ -233,11 +233,13 @@ def fits(leaf: Gradient, reference: Leaf) -> bool:
     A gradient of shape (3, 1) for a parameter of shape (3,) would broadcast, and a
     complex one for a real parameter would lose its imaginary part.
     """
-    return (
-        maps.has_gradient(reference)
-        and np.shape(leaf) == np.shape(reference)
-        and (arguments.is_complex(reference) or not arguments.is_complex(leaf))
-    )
+    is_lost = arguments.is_complex(leaf) and not arguments.is_complex(reference)
+    return has_shape(leaf, reference) and not is_lost
+
+
+def has_shape(leaf: Gradient, reference: Leaf) -> bool:
+    """Whether a gradient has the shape of its reference, such as a sum of |g|²."""
+    return maps.has_gradient(reference) and np.shape(leaf) == np.shape(reference)
 
 
 def same_shapes(

@@ -159,8 +159,7 @@ def ftrl(
         # Traced once for each shape, not for each leaf.
         follow = jax.jit(functools.partial(_follow, numbers, rate != 0, *scales))
         kept = [state.sum_of_squares, state.linear]
-        for name, tree in zip(("sum_of_squares", "linear"), kept, strict=True):
-            structures.same_shapes("updates", updates, name, tree)
+        structures.same_shapes("updates", updates, "linear", state.linear)
         updates, *new = boundary.map_step(follow, updates, kept, reads=[params])
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 

@@ -141,7 +141,9 @@ def proximal_adagrad(
             return update.astype(dtype), total
 
         sums = [state.sum_of_squares]
-        structures.same_shapes("updates", updates, "sum_of_squares", *sums)
+        structures.same_shapes(
+            "updates", updates, "sum_of_squares", *sums, structures.has_shape
+        )
         updates, *sums = boundary.map_step(move, updates, sums, reads=[params])
         return updates, ProximalAdagradState(optax.safe_increment(state.count), *sums)
 

@@ -57,11 +57,19 @@ def test_updates_of_weights_of_another_dtype_hold_the_weights_exactly():
     np.testing.assert_array_equal(optax.apply_updates(w, updates), 0)
 
 
-def test_complex_weights_shrink_towards_zero_in_the_direction_of_their_own():
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.ftrl(0.5, l1_regularization_strength=1.5, beta=0.1),
+        gx.proximal_adagrad(0.5, l1_regularization_strength=0.8),
+    ],
+    ids=["ftrl", "proximal_adagrad"],
+)
+def test_complex_weights_shrink_towards_zero_in_the_direction_of_their_own(tx):
     """Turned weights with turned gradients move as the real ones do, but turned."""
     rng = np.random.default_rng(0)
     turn = np.exp(1j * rng.uniform(0, 2 * np.pi, 16))
-    tx = gx.ftrl(0.5, l1_regularization_strength=1.5, beta=0.1)
     w = jnp.asarray(rng.standard_normal(16), jnp.float32)
     z = jnp.asarray(np.asarray(w) * turn, jnp.complex64)
     state, turned = tx.init(w), tx.init(z)
