@@ -142,7 +142,7 @@ def proximal_adagrad(
 
         sums = [state.sum_of_squares]
         structures.same_shapes(
-            "updates", updates, "sum_of_squares", *sums, structures.has_shape
+            "updates", updates, "sum_of_squares", sums[0], structures.has_shape
         )
         updates, *sums = boundary.map_step(move, updates, sums, reads=[params])
         return updates, ProximalAdagradState(optax.safe_increment(state.count), *sums)
