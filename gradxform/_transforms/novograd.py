@@ -11,7 +11,7 @@ import optax
 
 from gradxform._checks import arguments, structures
 from gradxform._devices.mesh import AxisName
-from gradxform._jax.compilers import barrier_after
+from gradxform._jax.compilers import barrier_after, in_hbm
 from gradxform._numbers import arithmetic, constants, norms
 from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
@@ -221,9 +221,15 @@ class _Formula(NamedTuple):
         if step_size is not None:
             d = arithmetic.scale(d, step_size)
         # mu = b1·mu + d
+        stored = mu.dtype
         mu = arithmetic.scale(dtypes.widen(mu).astype(d.dtype), self.b1) + d
         # u = mu, or d + b1·mu
         u = arithmetic.scale(mu, self.b1) + d if self.nesterov else mu
+        mu = mu.astype(stored)
+        # In VMEM a bfloat16 momentum would be copied to HBM later. With the loss inside
+        # and `global_clipnorm`, v5e keeps 1.06 N instead of 1.28 N. Its count is 21.7 N
+        # instead of 25.1 N. Float32 gains nothing there, and v6e would keep more.
+        mu = in_hbm(mu) if stored.itemsize == 2 else mu
         return u.astype(g.dtype), mu, nu
 
 

@@ -112,6 +112,26 @@ def test_novograd_on_the_whole_model():
     assert found["temp"] <= 0.1
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("name", "dtype", "temp", "moved"),
+    [
+        ("novograd(global_clipnorm)", "bfloat16", 1.1, 22),
+        ("novograd(global_clipnorm)", "float32", 1.34, 18),
+        ("clip + novograd", "bfloat16", 1.01, 18.5),
+        ("clip + novograd", "float32", 1.19, 20.2),
+    ],
+)
+def test_novograd_with_the_loss_inside(name, dtype, temp, moved):
+    """The first kept 1.28 N and moved 25 N: momentum in VMEM was copied to HBM."""
+    params = placed(dense_layers(12, 3072, jnp.dtype(dtype)), mesh("v5e:2x2"))
+    batch = jax.ShapeDtypeStruct((512, 3072), dtype)
+    step = lower_training(CHAINS[name], params, squares, batch).compile()
+    found = figures_on(step, size_on_a_chip(params))
+    assert found["temp"] <= temp
+    assert found["bytes"] <= moved
+
+
 @pytest.mark.parametrize(
     ("key", "bound"),
     # The bytes count copies ahead of use several times over, and these vary a little.
