@@ -216,8 +216,8 @@ def allow_breaks(app, page, template, context, doctree):
 def describe(app, page, template, context, doctree):
     """What a search engine shows of a page: its first words.
 
-    The page for addresses that lead nowhere is shown in any folder. So it says where its
-    links begin, if the site has an address.
+    The page for addresses that lead nowhere is shown in any folder. So it says where
+    its links begin, if the site has an address.
     """
     found = doctree and doctree.next_node(nodes.paragraph)
     text = " ".join(found.astext().split()) if found else PROJECT["description"]
