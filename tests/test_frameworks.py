@@ -15,6 +15,7 @@ from typing import Any
 
 import chex
 import equinox as eqx
+import flax.serialization
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -27,6 +28,7 @@ from flax.training import train_state
 import gradxform as gx
 from gradxform.__main__ import load_digits  # The data of the demo.
 from tests.conftest import promotion
+from tests.descriptors import DESCRIPTORS, RATE, TRANSFORMATIONS, Descriptor
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "frameworks.md").read_text()
@@ -816,8 +818,9 @@ def test_the_lines_for_maxtext_log_its_norms(threshold, standard_promotion):
             np.testing.assert_allclose(got, wanted, rtol=1e-5)
     # As its step returns them.
     for part in ("model", "optimizer"):
-        new, wanted = (nnx.state(getattr(s, part)) for s in (left["new_state"], theirs))
-        chex.assert_trees_all_close(nnx.as_pure(new), nnx.as_pure(wanted), rtol=2e-5, atol=2e-5)
+        pair = (getattr(state, part) for state in (left["new_state"], theirs))
+        new, wanted = (nnx.as_pure(nnx.state(node)) for node in pair)
+        chex.assert_trees_all_close(new, wanted, rtol=2e-5, atol=2e-5)
     assert ours.model.seen[...] == ours.optimizer.step[...] == 3
 
 
@@ -905,7 +908,82 @@ def test_the_rules_for_t5x_shard_a_state_like_its_parameters(tx):
     for part in parts:
         derived = rules[type(part)](part, axes)
         assert type(derived) is type(part)
+        # T5X writes the axes into a dict of the state, and reads them from it.
+        read = flax.serialization.to_state_dict(derived)
+        assert flax.serialization.from_state_dict(part, read) == derived
         for name, field in zip(part._fields, part, strict=True):
             like = jax.tree.map(jnp.shape, field) == jax.tree.map(jnp.shape, params)
             none = jax.tree.map(lambda _: None, field)
             assert getattr(derived, name) == (axes if like else none)
+
+
+def needing_params():
+    """The names of the page's table, by when they need parameters."""
+    _, table = PAGE.split("| needs `params` | when |\n", 1)
+    lines = table.splitlines()[1:]
+    rows = itertools.takewhile(lambda line: line.startswith("| "), lines)
+    return {
+        name: when
+        for names, when in (row.strip("| ").split(" | ") for row in rows)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+def without_params(row, **more):
+    """Calls the update of a row as brax does, or returns its error."""
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+    tx = row.make(**more)
+    try:
+        tx.update(params, tx.init(params), **row.extra(params))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_the_page_says_who_needs_params(name):
+    rows = [row for row in DESCRIPTORS if row.name == name]
+    plain, when = rows[0], needing_params().get(name, "never")
+    known = plain.parameters()
+    assert ("needs params" in without_params(plain)) == when.startswith("always")
+    decays = "weight_decay" in known
+    assert decays == (when == "if `weight_decay` is not 0")
+    if decays:
+        assert "needs params" in without_params(plain, weight_decay=0.1)
+    if "inner" in known and when == "never":
+        wrapped = dataclasses.replace(
+            plain, kwargs=plain.kwargs | {"inner": Descriptor("ftrl", RATE)}
+        )
+        assert "needs params" in without_params(wrapped)
+
+
+@pytest.mark.slow
+def test_the_table_of_params_names_public_transformations(standard_promotion):
+    assert {*needing_params()} <= {*TRANSFORMATIONS}
+    params = {"w": jnp.ones(3)}
+    for tx in (optax.adamw(0.1), optax.lamb(0.1)):
+        with pytest.raises(ValueError, match="not passing `params`"):
+            tx.update(params, tx.init(params))
+
+
+@pytest.mark.slow
+def test_brax_reads_and_sets_the_rate_and_gives_no_params(standard_promotion):
+    """As its ``gradient_update_fn`` and its schedule by the divergence do."""
+    code = re.search(r">>> def optimizer\(.*?\n(?=>>> tx)", PAGE, re.DOTALL)[0]
+    names = {"gx": gx, "optax": optax}
+    exec(re.sub(r"^(>>>|\.\.\.) ", "", code, flags=re.M), names)
+
+    def trained(make):
+        tx, params = optax.inject_hyperparams(make)(learning_rate=1e-3), jnp.ones(3)
+        state = tx.init(params)
+        for factor in (1.0, 1.5, 1.5):
+            grads = jax.grad(lambda p: jnp.sum(p**2))(params)
+            rate = state.hyperparams["learning_rate"]
+            state.hyperparams["learning_rate"] = rate * factor
+            updates, state = tx.update(grads, state)
+            params = optax.apply_updates(params, updates)
+        return params, state.hyperparams["learning_rate"]
+
+    ours, wanted = trained(names["optimizer"]), trained(optax.adam)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-6)
