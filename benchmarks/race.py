@@ -11,9 +11,10 @@ others, on the virtual clock of :func:`gradxform.engines.simulated`:
 
 Each method is trained at the same rates. The picture has the loss at the end over the
 rate, and the loss over the time at the rate that is the best one for the synchronous
-training. A point is the median of five seeds.
+training. A second picture, for the README, has the time alone. A point is the median of
+five seeds.
 Nothing depends on the machine's speed, so the same releases give the same pictures:
-``race-light.svg`` and ``race-dark.svg``.
+``race-light.svg``, ``race-dark.svg``, ``gate-light.svg`` and ``gate-dark.svg``.
 """
 
 import argparse
@@ -136,26 +137,48 @@ def train(method, rate, seed, data):
     )
 
 
-def draw(curves, theme):
-    """The figure: the loss at the end over the rates, and over the time at one rate."""
+def shared_rate(curves):
+    """The place of the rate that is the best one for the synchronous training."""
+    return int(curves["synchronous"][:, -1].argmin())
+
+
+def look(method, theme):
+    """The line of a method."""
+    color, line, _ = STYLES[method]
+    return {"color": theme[color], "linestyle": line, "linewidth": 2}
+
+
+def draw_time(ax, curves, theme):
+    """The loss over the time, at the rate that all share."""
+    shared = shared_rate(curves)
+    for method, losses in curves.items():
+        ax.plot(losses[shared], **look(method, theme), label=method)
+    ax.set(xlabel=f"seconds, at the learning rate {RATES[shared]:g}", yscale="log")
+    ax.set(xlim=(0, SECONDS), xticks=range(0, SECONDS + 1, 20))
+    ticks = [0.2, 0.5, 1, 2]
+    ax.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+
+
+def draw_rates(ax, curves, theme):
+    """The loss at the end, over the rates."""
+    for method, losses in curves.items():
+        marker = STYLES[method][-1]
+        ax.plot(
+            RATES, losses[:, -1], **look(method, theme), marker=marker, markersize=5
+        )
+    ax.set(xlabel=f"learning rate; the loss after {SECONDS} seconds", xscale="log")
+    ax.margins(x=0.05)
+    ax.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+
+
+def draw(curves, theme, panels, height):
+    """The figure, with these panels one below the other."""
     from matplotlib.figure import Figure
 
-    figure = Figure((WIDTH, 5.6), layout="constrained")
-    above, below = figure.subplots(2, 1, sharey=True)
-    shared = int(curves["synchronous"][:, -1].argmin())
-    for method, losses in curves.items():
-        color, line, marker = STYLES[method]
-        look = {"color": theme[color], "linestyle": line, "linewidth": 2}
-        above.plot(RATES, losses[:, -1], **look, marker=marker, markersize=5)
-        below.plot(losses[shared], **look, label=method)
-    above.set(xlabel=f"learning rate; the loss after {SECONDS} seconds", xscale="log")
-    above.margins(x=0.05)
-    above.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
-    below.set(xlabel=f"seconds, at the learning rate {RATES[shared]:g}", yscale="log")
-    below.set(xlim=(0, SECONDS), xticks=range(0, SECONDS + 1, 20))
-    ticks = [0.2, 0.5, 1, 2]
-    below.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-    for ax in (above, below):
+    figure = Figure((WIDTH, height), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharey=True, squeeze=False)[:, 0]
+    for ax, panel in zip(axes, panels, strict=True):
+        panel(ax, curves, theme)
         ax.set_ylabel("loss")
         ax.minorticks_off()
         ax.spines[["top", "right"]].set_visible(False)
@@ -181,7 +204,10 @@ def main():
         print(f"{method:16} {ends} {late:6.1f} {dropped:8.0%}", end="")
         print(f" {slow:11.3f} {idle:6.0%}", flush=True)
     if options.out:
-        save(lambda theme: draw(curves, theme), options.out)
+        both = [draw_rates, draw_time]
+        save(lambda theme: draw(curves, theme, both, 5.6), options.out)
+        alone, out = [draw_time], options.out.with_name("gate")
+        save(lambda theme: draw(curves, theme, alone, 3.2), out)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ The rest is Sphinx's own.
 
 import base64
 import builtins
+import html
 import inspect
 import json
 import os
@@ -16,6 +17,7 @@ import pathlib
 import pydoc
 import re
 import shutil
+import textwrap
 import tomllib
 from importlib.util import find_spec
 
@@ -28,6 +30,8 @@ import gradxform
 
 os.environ.setdefault("KERAS_BACKEND", "jax")  # Before gradxform.keras is imported.
 HERE = pathlib.Path(__file__).parent
+PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+REPOSITORY = PROJECT["urls"]["Repository"]
 
 project = "gradxform"
 author = "The gradxform authors"
@@ -45,6 +49,11 @@ exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
+html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
+templates_path = ["_templates"]
+html_context = {"repository": REPOSITORY}
+html_theme_options = {"top_of_page_buttons": ["view"]}  # The repository: _templates.
 html_math_renderer = "paths"
 html_copy_source = False
 html_show_copyright = False
@@ -120,8 +129,6 @@ PICTURE = re.compile(
 
 SIGN = re.compile(r"(?<=\w)[(/](?=[\w\[{&])|(?<=[A-Za-z]{4})\.(?=[A-Za-z])")
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
-PROJECT = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
-REPOSITORY = PROJECT["urls"]["Repository"]
 COLAB = REPOSITORY.replace("github.com", "colab.research.google.com/github")
 
 
@@ -206,6 +213,21 @@ def allow_breaks(app, page, template, context, doctree):
         context["body"] = re.sub(r"(?s)<(td|h\d).*?</\1>", breaks, context["body"])
 
 
+def describe(app, page, template, context, doctree):
+    """What a search engine shows of a page: its first words.
+
+    The page for addresses that lead nowhere is shown in any folder. So it says where
+    its links begin, if the site has an address.
+    """
+    found = doctree and doctree.next_node(nodes.paragraph)
+    text = " ".join(found.astext().split()) if found else PROJECT["description"]
+    short = html.escape(textwrap.shorten(text, 200, placeholder=" …"))
+    tags = f'<meta name="description" content="{short}">'
+    if page == "404" and html_baseurl:
+        tags = f'<base href="{html.escape(html_baseurl)}">{tags}'
+    context["metatags"] = context.get("metatags", "") + tags
+
+
 def copy_notebooks(source, target):
     """Copies the notebooks, each with a link to Colab, and with its first picture."""
     shutil.rmtree(target, ignore_errors=True)
@@ -229,4 +251,5 @@ def setup(app):
     app.connect("source-read", read_page)
     app.connect("include-read", read_page)
     app.connect("html-page-context", allow_breaks)
+    app.connect("html-page-context", describe)
     copy_notebooks(HERE.parent / "notebooks", HERE / "notebooks")

@@ -1,17 +1,24 @@
 """What Sphinx does not see: ``python -m tests.built_site docs/_build/html``.
 
 It reads the pages that `.ci/site` has built. It prints each link that leads to no file
-or to no place in it, and each table of Markdown that was left as text.
+or to no place in it, each table of Markdown that was left as text, and each page
+without a description, an icon or a link to the repository. The page for addresses that
+lead nowhere is shown in any folder, so it says where its links begin.
 """
 
 import html.parser
 import pathlib
 import re
 import sys
+import tomllib
 import urllib.parse
 
 # Of a table. Sphinx may have made one dash of two.
 SECOND_ROW = re.compile(r"\|[ :|]*[-\u2013][ :|\u2013-]*\|")
+
+
+PROJECT = pathlib.Path(__file__).parents[1] / "pyproject.toml"
+REPOSITORY = tomllib.loads(PROJECT.read_text())["project"]["urls"]["Repository"]
 
 
 class Page(html.parser.HTMLParser):
@@ -20,10 +27,12 @@ class Page(html.parser.HTMLParser):
     def __init__(self, path):
         super().__init__()
         self.links, self.anchors, self.lines, self.code = [], {""}, [], 0
+        self.head = set()
         self.feed(path.read_text())
 
     def handle_starttag(self, tag, attrs):
         attrs = dict(attrs)
+        self.head |= {tag, attrs.get("name"), attrs.get("rel")}
         self.anchors |= {attrs.get("id"), attrs.get("name")}
         self.links += [attrs[key] for key in ("href", "src") if attrs.get(key)]
         self.code += tag in ("pre", "script")
@@ -46,6 +55,12 @@ def faults(folder):
             for line in page.lines
             if SECOND_ROW.fullmatch(line.strip())
         )
+        needed = {"description", "shortcut icon"}
+        if name.name == "404.html":
+            needed.add("base")
+        yield from (f"{name}: it has no {what}" for what in needed - page.head)
+        if REPOSITORY not in page.links:
+            yield f"{name}: no link leads to the repository"
         for link in page.links:
             parts = urllib.parse.urlsplit(link)
             if parts.scheme or parts.netloc:

@@ -4,6 +4,8 @@ The tests run the page's own code: the block under each framework's name.
 """
 
 import contextlib
+import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -13,6 +15,8 @@ from typing import Any
 
 import chex
 import equinox as eqx
+import flax.serialization
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +28,7 @@ from flax.training import train_state
 import gradxform as gx
 from gradxform.__main__ import load_digits  # The data of the demo.
 from tests.conftest import promotion
+from tests.descriptors import DESCRIPTORS, RATE, TRANSFORMATIONS, Descriptor
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "frameworks.md").read_text()
@@ -682,6 +687,205 @@ def test_the_lines_for_big_vision_log_the_norms_of_its_own(standard_promotion):
         np.testing.assert_allclose(logged[name], wanted, rtol=1e-5)
 
 
+class T5XsState(flax.struct.PyTreeNode):
+    """As T5X's ``OptimizerState``."""
+
+    step: Any
+    param_states: Any
+
+
+class T5XsOptimizer(flax.struct.PyTreeNode):
+    """As T5X's ``Optimizer``, with its wrapper of a transformation of optax."""
+
+    optimizer_def: Any = flax.struct.field(pytree_node=False)
+    state: Any = None
+    target: Any = None
+
+    def apply_gradient(self, grads):
+        tx = self.optimizer_def.optax_optimizer
+        updates, kept = tx.update(grads, self.state.param_states, self.target)
+        target = optax.apply_updates(self.target, updates)
+        return self.replace(target=target, state=T5XsState(self.state.step + 1, kept))
+
+
+class T5XsTrainState(flax.struct.PyTreeNode):
+    """As T5X's ``FlaxOptimTrainState``."""
+
+    _optimizer: T5XsOptimizer
+
+    @property
+    def params(self):
+        return self._optimizer.target
+
+
+@pytest.mark.slow
+def test_the_lines_for_t5x_leave_its_own_train_state(standard_promotion):
+    params, apply, layers = t5()
+    tx = optax.chain(optax.clip(0.1), optax.adamw(1e-2))
+
+    def loss_fn(params, batch, dropout_rng):
+        del dropout_rng
+        loss = jnp.mean((apply({"params": params}, batch["inputs"]) - 1) ** 2)
+        return loss, {"loss": loss, "examples": len(batch["inputs"])}
+
+    wrapper = types.SimpleNamespace(optax_optimizer=tx)
+    state = T5XsState(jnp.int32(0), tx.init(params["params"]))
+    begun = T5XsTrainState(T5XsOptimizer(wrapper, state, params["params"]))
+    names = {"gx": gx, "model": types.SimpleNamespace(loss_fn=loss_fn)}
+    names["layers"] = [path.removeprefix("params/") for path in layers]
+    lines = indented("take the place of `accumulate_grads_microbatched`:")
+
+    @functools.partial(jax.jit, donate_argnums=0)  # As its partitioner does it.
+    def theirs(train_state, batch, dropout_rng):
+        gradient = jax.value_and_grad(loss_fn, has_aux=True)
+        (_, metrics), grads = gradient(train_state.params, batch, dropout_rng)
+        optimizer = train_state._optimizer.apply_gradient(grads)
+        return train_state.replace(_optimizer=optimizer), metrics
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def ours(train_state, batch, dropout_rng):
+        left = names | {"train_state": train_state, "batch": batch}
+        left["dropout_rng"] = dropout_rng
+        exec(lines, left)
+        return left["new_train_state"], left["metrics"]
+
+    kept = [jax.tree.map(jnp.copy, begun) for _ in range(2)]
+    for x in np.random.default_rng(0).standard_normal((3, 4, 16)).astype(np.float32):
+        batch, key = {"inputs": x}, jax.random.key(0)
+        kept, metrics = zip(
+            *(f(k, batch, key) for f, k in zip((theirs, ours), kept, strict=True)),
+            strict=True,
+        )
+        chex.assert_trees_all_close(*metrics, rtol=2e-6)
+    assert jax.tree.structure(kept[1]) == jax.tree.structure(begun)
+    assert kept[1]._optimizer.state.step == 3
+    chex.assert_trees_all_close(*kept, rtol=2e-5, atol=2e-5)
+
+
+class MaxTextsModel(nnx.Module):
+    """As MaxText's in NNX: scanned layers, and a count beside the parameters."""
+
+    def __init__(self, rngs):
+        make = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs))
+        layers = nnx.split_rngs(splits=3)(make)(rngs)
+        self.decoder = nnx.Dict(layers=layers, norm=nnx.Linear(16, 1, rngs=rngs))
+        self.seen = nnx.BatchStat(jnp.zeros(()))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        @nnx.remat
+        def forward(layer, x):
+            return x + nnx.tanh(layer(x))
+
+        self.seen[...] += 1
+        return self.decoder.norm(forward(self.decoder.layers, x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threshold", [0.1, 1e3])
+def test_the_lines_for_maxtext_log_its_norms(threshold, standard_promotion):
+    def loss_fn(model, config, data, dropout_rng, params, is_train):
+        del config, dropout_rng, params, is_train
+        loss = jnp.mean((model(data) - 1) ** 2)
+        return loss, {"total_weights": data.size}
+
+    def make():
+        model = MaxTextsModel(nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+        return types.SimpleNamespace(model=model, optimizer=optimizer)
+
+    config = types.SimpleNamespace(gradient_clipping_threshold=threshold)
+    names = {"gx": gx, "nnx": nnx, "optax": optax, "jnp": jnp, "config": config}
+    names |= {"loss_fn": loss_fn, "layers": ["decoder/layers"]}
+    lines = indented("`state.apply_gradients`:")
+    logged = indented("first:")
+    theirs, ours = make(), make()
+    for x in np.random.default_rng(0).standard_normal((3, 4, 16)).astype(np.float32):
+        gradient = nnx.value_and_grad(loss_fn, has_aux=True)
+        given = (theirs.model, config, x, None, None)
+        (loss, aux), raw = gradient(*given, is_train=True)
+        grads, _ = optax.clip_by_global_norm(threshold).update(raw, optax.EmptyState())
+        theirs.optimizer.update(theirs.model, grads)
+        left = names | {"state": ours, "data": x, "scalar_metrics": {}}
+        exec(lines, left)
+        exec(logged, left)
+        assert left["aux"] == aux
+        np.testing.assert_allclose(left["loss"], loss, rtol=2e-6)
+        for name, tree in ("grad_norm", grads), ("raw_grad_norm", raw):
+            entries = [np.asarray(g, np.float64).ravel() for g in jax.tree.leaves(tree)]
+            wanted = np.linalg.norm(np.concatenate(entries))
+            got = left["scalar_metrics"][f"learning/{name}"]
+            np.testing.assert_allclose(got, wanted, rtol=1e-5)
+    # As its step returns them.
+    for part in ("model", "optimizer"):
+        pair = (getattr(state, part) for state in (left["new_state"], theirs))
+        new, wanted = (nnx.as_pure(nnx.state(node)) for node in pair)
+        chex.assert_trees_all_close(new, wanted, rtol=2e-5, atol=2e-5)
+    assert ours.model.seen[...] == ours.optimizer.step[...] == 3
+
+
+class LevantersState(eqx.Module):
+    """As levanter's ``TrainerState``."""
+
+    step: Any
+    model: Any
+    optimizer: Any = eqx.field(static=True)
+    opt_state: Any
+    training_key: Any
+
+
+@pytest.mark.slow
+def test_the_lines_for_levanter_leave_its_own_trainer_state(standard_promotion):
+    made = jax.vmap(lambda key: eqx.nn.Linear(16, 16, key=key))
+    layers = made(jax.random.split(jax.random.key(0), 4))
+    model = {"transformer": {"layers": layers}, "name": "levanter's"}
+    tx = optax.adamw(1e-2)
+
+    def loss_fn(model, x, key):
+        arrays, rest = eqx.partition(model["transformer"]["layers"], eqx.is_array)
+
+        def layer(x, part):
+            return x + jnp.tanh(jax.vmap(eqx.combine(part, rest))(x)), None
+
+        y, _ = jax.lax.scan(eqx.filter_checkpoint(layer), x, arrays)
+        return jnp.mean((y - jax.random.normal(key, y.shape)) ** 2)
+
+    begun = tx.init(eqx.filter(model, eqx.is_inexact_array))
+    start = LevantersState(jnp.int32(0), model, tx, begun, jax.random.key(1))
+    names = {"gx": gx, "eqx": eqx, "dataclasses": dataclasses, "batch_kwargs": {}}
+    names["self"] = types.SimpleNamespace(loss_fn=loss_fn)
+    lines = indented("`_compute_gradients_microbatched` and of `take_step`:")
+
+    @eqx.filter_jit
+    def ours(state, *batch):
+        key, new_key = jax.random.split(state.training_key)
+        left = names | {"state": state, "model": state.model, "batch": batch}
+        left["key"] = key
+        exec(lines, left)
+        new = dataclasses.replace(left["new_state"], training_key=new_key)
+        return left["loss"], new
+
+    @eqx.filter_jit
+    def theirs(state, *batch):
+        key, new_key = jax.random.split(state.training_key)
+        loss, grads = eqx.filter_value_and_grad(loss_fn)(state.model, *batch, key=key)
+        arrays = eqx.filter(state.model, eqx.is_inexact_array)
+        updates, kept = tx.update(grads, state.opt_state, params=arrays)
+        new = eqx.apply_updates(state.model, updates)
+        return loss, LevantersState(state.step + 1, new, tx, kept, new_key)
+
+    kept = [start, start]
+    for x in np.random.default_rng(0).standard_normal((3, 4, 16)).astype(np.float32):
+        (loss, first), (wanted, second) = ours(kept[0], x), theirs(kept[1], x)
+        np.testing.assert_allclose(loss, wanted, rtol=2e-6)
+        kept = [first, second]
+    arrays = [eqx.filter(state, eqx.is_inexact_array) for state in kept]
+    chex.assert_trees_all_close(*arrays, rtol=2e-5, atol=2e-5)
+    assert kept[0].step == 3
+    assert eqx.tree_equal(kept[0].training_key, kept[1].training_key)
+    assert jax.tree.structure(kept[0]) == jax.tree.structure(kept[1])
+
+
 def rules_of_t5x():
     """The rules of the page, in a module that has T5X's name for their table."""
     rules = {optax.EmptyState: lambda state, axes: state}
@@ -704,7 +908,82 @@ def test_the_rules_for_t5x_shard_a_state_like_its_parameters(tx):
     for part in parts:
         derived = rules[type(part)](part, axes)
         assert type(derived) is type(part)
+        # T5X writes the axes into a dict of the state, and reads them from it.
+        read = flax.serialization.to_state_dict(derived)
+        assert flax.serialization.from_state_dict(part, read) == derived
         for name, field in zip(part._fields, part, strict=True):
             like = jax.tree.map(jnp.shape, field) == jax.tree.map(jnp.shape, params)
             none = jax.tree.map(lambda _: None, field)
             assert getattr(derived, name) == (axes if like else none)
+
+
+def needing_params():
+    """The names of the page's table, by when they need parameters."""
+    _, table = PAGE.split("| needs `params` | when |\n", 1)
+    lines = table.splitlines()[1:]
+    rows = itertools.takewhile(lambda line: line.startswith("| "), lines)
+    return {
+        name: when
+        for names, when in (row.strip("| ").split(" | ") for row in rows)
+        for name in re.findall(r"`(\w+)`", names)
+    }
+
+
+def without_params(row, **more):
+    """Calls the update of a row as brax does, or returns its error."""
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(3)}
+    tx = row.make(**more)
+    try:
+        tx.update(params, tx.init(params), **row.extra(params))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_the_page_says_who_needs_params(name):
+    rows = [row for row in DESCRIPTORS if row.name == name]
+    plain, when = rows[0], needing_params().get(name, "never")
+    known = plain.parameters()
+    assert ("needs params" in without_params(plain)) == when.startswith("always")
+    decays = "weight_decay" in known
+    assert decays == (when == "if `weight_decay` is not 0")
+    if decays:
+        assert "needs params" in without_params(plain, weight_decay=0.1)
+    if "inner" in known and when == "never":
+        wrapped = dataclasses.replace(
+            plain, kwargs=plain.kwargs | {"inner": Descriptor("ftrl", RATE)}
+        )
+        assert "needs params" in without_params(wrapped)
+
+
+@pytest.mark.slow
+def test_the_table_of_params_names_public_transformations(standard_promotion):
+    assert {*needing_params()} <= {*TRANSFORMATIONS}
+    params = {"w": jnp.ones(3)}
+    for tx in (optax.adamw(0.1), optax.lamb(0.1)):
+        with pytest.raises(ValueError, match="not passing `params`"):
+            tx.update(params, tx.init(params))
+
+
+@pytest.mark.slow
+def test_brax_reads_and_sets_the_rate_and_gives_no_params(standard_promotion):
+    """As its ``gradient_update_fn`` and its schedule by the divergence do."""
+    code = re.search(r">>> def optimizer\(.*?\n(?=>>> tx)", PAGE, re.DOTALL)[0]
+    names = {"gx": gx, "optax": optax}
+    exec(re.sub(r"^(>>>|\.\.\.) ", "", code, flags=re.M), names)
+
+    def trained(make):
+        tx, params = optax.inject_hyperparams(make)(learning_rate=1e-3), jnp.ones(3)
+        state = tx.init(params)
+        for factor in (1.0, 1.5, 1.5):
+            grads = jax.grad(lambda p: jnp.sum(p**2))(params)
+            rate = state.hyperparams["learning_rate"]
+            state.hyperparams["learning_rate"] = rate * factor
+            updates, state = tx.update(grads, state)
+            params = optax.apply_updates(params, updates)
+        return params, state.hyperparams["learning_rate"]
+
+    ours, wanted = trained(names["optimizer"]), trained(optax.adam)
+    chex.assert_trees_all_close(ours, wanted, rtol=1e-6)

@@ -89,6 +89,20 @@ def test_the_citation_is_of_this_version():
     assert citation["keywords"] == PROJECT["keywords"]
 
 
+def test_the_summary_and_the_citation_say_what_the_readme_says():
+    paragraph = read_text("README.md").split("\n\n")[1]
+    said = " ".join(paragraph.split())
+    assert PROJECT["description"] == said
+    assert read("CITATION.cff")["abstract"] == said
+    assert len(said) <= 512  # PyPI takes no more.
+
+
+def test_the_page_on_installing_names_the_extras_for_users():
+    rows = re.findall(r"^\| `([\w-]+)` \|", read_text("docs/install.md"), re.M)
+    for_work = {"tpu", "benchmarks", "test", "programs", "docs", "dev"}
+    assert {*rows} == {*PROJECT["optional-dependencies"]} - for_work
+
+
 def test_the_sdist_holds_the_whole_repository():
     """Hatchling takes all files, if nobody names some, but those that git ignores.
 

@@ -92,9 +92,10 @@ def test_every_block_of_code_is_run(path):
             assert language.startswith("{")
 
 
-@pytest.mark.parametrize(
-    "path", [SITE / "costs.md", SITE / "late.md", SITE / "larger_model.md"], ids=str
-)
+PICTURED = [ROOT / "README.md", *(SITE / f"{x}.md" for x in ("costs", "late"))]
+
+
+@pytest.mark.parametrize("path", [*PICTURED, SITE / "larger_model.md"], ids=str)
 def test_every_picture_is_there_for_light_and_dark_pages(path):
     text = path.read_text()
     pictures = PICTURE.findall(text)

@@ -30,48 +30,11 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
 
     :func:`minimize` with ``layers`` brings one layer of them at a time to the device,
     and writes it back. So a step needs room for about two layers of the state, and of
-    the parameters if they are there, too. A frozen stack is only read. The numbers are
-    those of arrays on the device. New parameters and state lie where the given ones
-    lie.
-
-    :func:`apply_gradients` and a :func:`minimize` without ``layers`` bring all of them:
-    the state of each parameter comes as soon as its gradient is known. On v5e this
-    saves memory if activations are larger than the state. Otherwise a step needs more
-    memory. With N, the bytes of its parameters, a transformer of stacked layers needs
-    4.7 N instead of 3.8 N. A push that a gate does not apply moves nothing of the state
-    behind the gate.
-
-    Under ``jax.jit`` the arrays of a new state are moved one after another, and zeros
-    layer by layer. So a state may be larger than the device. If parameters are on the
-    host, make their state under ``jax.jit``: outside of it optax makes none.
-
-    XLA gives a program for a GPU 64 GB of the host's memory. The environment variable
-    ``XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB`` sets another limit. Its allocator takes more
-    than arrays need: with 125 GB, 56 GiB were fine, and 83 GiB ended the process.
-
-    Of an array of 8 bits a layer comes alone on CPU and GPU. On TPU it does if the
-    environment variable ``LIBTPU_INIT_ARGS`` has
-    ``--xla_tpu_impure_enable_large_2nd_minor_entry_layout=false`` before JAX starts.
-    Otherwise such arrays come whole. For 16 layers of width 512, in bfloat16 with a
-    rest and an Adam's state of 8 bits, a step on v5e keeps 0.4 N with it, and 1.7 N
-    without. If arrays of 8 bits are on the device, leave it out: a v6e needs more
-    memory with it.
-
-    Put ``params`` on their devices by ``jax.device_put`` first. Otherwise JAX does it
-    after the first step, and compiles the second one again. On a mesh of explicit axes
-    call this ``jax.jit`` within ``jax.set_mesh``. On automatic axes give it
-    ``out_shardings``; the page on larger models shows how. Otherwise zeros are on one
-    device, and the next step raises an error, or all of them are on each device.
-
-    If you jit :func:`apply_gradients`, donate ``params`` and ``state`` in this order,
-    and return them in the same order. JAX pairs donated buffers with results by shape
-    and order, and the process ends if their memories differ.
-
-    The memory is ``pinned_host``, which JAX has for CPU, too. Each of several processes
-    keeps its part. Loops that call ``update`` by themselves get an error of JAX about
-    memory, and so does ``jax.vmap`` of a step with layers or a gate, and a loss that is
-    called with parameters there: give it ``jax.device_put(params,
-    jax.memory.Space.Device)``. A server refuses such arrays.
+    the parameters if they are there, too. Without ``layers``, and in
+    :func:`apply_gradients`, all of them come to the device. The numbers are those of
+    arrays on the device. New parameters and state lie where the given ones lie. The
+    page on larger models says how to make a state there that is larger than the device,
+    what to do on a mesh, and which limits and flags XLA has.
 
     Args:
       tree: arrays, such as ``params`` or ``tx.init(params)``, also under ``jax.jit``;
@@ -81,7 +44,9 @@ def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
         JAX gives no new key there. An array in that memory is not copied.
 
     Returns:
-      The same tree. Shapes, dtypes and shardings stay, but for the kind of memory.
+      The same tree. Shapes, dtypes and shardings stay, but for the kind of memory. It
+      is ``pinned_host``, which JAX has for CPU, too. Each of several processes keeps
+      its part.
 
     Raises:
       NotImplementedError: JAX is older than 0.10.2.

@@ -121,13 +121,8 @@ def minimize(
 
     It is ``jax.value_and_grad`` and :func:`apply_gradients` in one program, so the
     compiler sees the whole step. It returns the new parameters, the new state, and the
-    loss of the old parameters.
-
-    On a mesh with automatic axes the compiler decides where results lie, and may divide
-    a small array that was whole. ``jax.jit(step, donate_argnums=(0, 1),
-    out_shardings=...)`` around the step pins them; explicit axes do so by themselves.
-    If axes of both kinds cut one dimension, JAX forgets one of them, so pin the results
-    there too.
+    loss of the old parameters. On a mesh with automatic axes the compiler decides where
+    results lie; the page on sharding pins them.
 
     Args:
       loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
@@ -140,20 +135,15 @@ def minimize(
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       layers: paths of parameters, or of trees of them, such as ``"decoder/layers"``.
         They are stacks: one ``jax.lax.scan`` of the loss goes over each of them, as in
-        models with ``flax.linen.scan`` or ``flax.nnx.scan``. There may be several
-        scans, as for an encoder and a decoder, also inside of a ``jax.checkpoint``.
-        What gives the loss no derivative by a stack may read it as well: another scan
-        behind ``stop_gradient``, a norm in the aux. The loss may cast and transpose
-        them first. It may also reshape them into groups of layers, for a scan inside of
-        a scan. Then a group counts as one layer. A stack that is not trainable is read
-        layer by layer, and stays. The backward pass applies ``tx`` to each layer as
-        soon as its gradient is known, or adds it to the sum of :func:`accumulate`. So
-        no array holds the gradients of all layers, 1 N: the bytes of the parameters.
-        The numbers are those of the step without ``layers``. The backward pass computes
-        each layer again, as with ``jax.checkpoint``. The update of a layer may read
-        this layer, its number, the loss and scalars, but no other layer and no gradient
-        of another parameter. It may add up over named mesh axes. It runs once for each
-        layer, and once for the rest, and so does a ``jax.debug.print`` in it.
+        models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them
+        that gives the loss a derivative by them. The backward pass applies ``tx`` to
+        each layer as soon as its gradient is known, or adds it to the sum of
+        :func:`accumulate`. So no array holds the gradients of all layers. It computes
+        each layer again, as with ``jax.checkpoint``. The numbers are those of the step
+        without ``layers``. The update of a layer may read this layer, its number, the
+        loss and scalars, but no other layer and no gradient of another parameter. It
+        may add up over named mesh axes. The page on larger models says what a loss may
+        do with a stack.
       two_passes: whether ``tx`` may also read sums over all gradients of the
         ``layers``, their maximum and the like. A clip by their norm does so, and so do
         :func:`skip_spikes` and a gate that looks for NaN. A first backward pass

@@ -44,7 +44,7 @@ def measure_norms(
 
     In front of an optimizer it is one more pass over the gradients, and no copy of
     them. If a clip comes next, both take the same sums. Behind a clip or an optimizer
-    a compiler may keep the updates that are measured: on CPU up to 1 N.
+    a compiler may keep the updates that are measured: on CPU up to all of them.
     ``minimize(layers=...)`` takes it, without a second pass, if ``stacked_axes`` gives
     each layer a norm of its own. A norm of a whole stack needs ``two_passes``, and is
     refused behind a clip by the norm of all gradients.

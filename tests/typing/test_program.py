@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from tests.test_pages import blocks
 from tests.typing.__main__ import PROGRAM, mistakes, mypy, pyright
 
 
@@ -28,3 +29,14 @@ def test_another_mistake_is_found(tool, tmp_path):
     path.write_text(text + "    params = x\n")
     found, _ = tool(path)
     assert found == {*mistakes(PROGRAM), len(text.splitlines()) + 1}
+
+
+@pytest.mark.slow
+def test_the_readme_has_no_mistake(tmp_path):
+    if importlib.util.find_spec("pyright") is None:
+        pytest.skip("it is part of the extra dev")
+    (code,), _ = blocks("README.md")
+    path = tmp_path / "readme.py"
+    path.write_text(code)
+    found, report = pyright(path)
+    assert not found, report
