@@ -8,14 +8,19 @@ read from the pages, too. The expected values are those that TensorFlow 1.15.5 l
 import json
 import pathlib
 import re
+import shutil
+import types
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tensorboard.backend.event_processing import event_accumulator
 
 import gradxform as gx
+from tests import test_golden
 
 HERE = pathlib.Path(__file__).parent
 PAGES = HERE.parent / "docs/coming_from"
@@ -127,3 +132,161 @@ def test_an_optimizer_counts_as_the_global_step_of_tensorflow():
     expected = dict(zip(case["counts"], case["rates"], strict=True))
     for step in expected.keys() & {*range(14)}:
         assert abs(taken[step] - expected[step]) < 1e-8
+
+
+# A checkpoint of TensorFlow 1
+
+CHECKPOINTS = {case["name"]: case for case in cases("tf1_checkpoint")}
+FROM_CHECKPOINT = dict(table("tensorflow.md", "in the checkpoint"))
+# By the words of each row, the case and the transformation that goes on.
+GO_ON = {
+    "w/Adagrad": ("AdagradOptimizer", gx.adagrad(0.1, eps=0.0)),
+    "w/Ftrl": ("FtrlOptimizer", gx.ftrl(0.1, l1_regularization_strength=0.01)),
+    "w/Momentum": ("MomentumOptimizer", optax.sgd(0.1, momentum=0.9)),
+    "w/Adam": ("AdamOptimizer", optax.adam(0.1)),
+    "global_step": (
+        "AdagradOptimizer-drop-stale",
+        gx.drop_stale(gx.adagrad(0.1, eps=0.0), 1),
+    ),
+}
+
+
+def reader(case, params):
+    """The names of the rows, with the function of the page, for this checkpoint."""
+    stored = case["checkpoint"]
+
+    def load_variable(folder, name):
+        assert folder == "folder"
+        return np.array(stored[name], case.get("dtypes", {}).get(name, "float32"))
+
+    page = (PAGES / "tensorflow.md").read_text()
+    (block,) = re.findall(r"^```python\n(def load\(.*?)^```$", page, re.M | re.S)
+    names = {"tf": types.SimpleNamespace(train=types.SimpleNamespace())}
+    names["tf"].train.load_variable = load_variable
+    names |= {"folder": "folder", "params": params, "jax": jax, "jnp": jnp}
+    names |= {"gx": gx, "optax": optax}
+    for name, variable in (("step", "global_step"), ("stale", "stale_counter")):
+        if variable in stored:
+            names[name] = load_variable("folder", variable)
+    exec(block, names)
+    return names
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("row", list(FROM_CHECKPOINT)[1:])
+def test_a_training_goes_on_from_a_checkpoint_of_tensorflow(row):
+    name, tx = GO_ON[re.match("`(.*?)`", row)[1]]
+    case = CHECKPOINTS[name]
+    names = reader(case, test_golden.tree(case["then"][0]["params"]))
+    assert list(FROM_CHECKPOINT)[0] == "`w`"
+    params = jax.tree.map(jnp.asarray, eval(FROM_CHECKPOINT["`w`"], names))
+    state = eval(FROM_CHECKPOINT[row], names)
+    chex.assert_trees_all_equal_dtypes(state, tx.init(params))
+    late = 0
+    for recorded in case["then"]:
+        extra = {k: recorded[k] for k in ("local_step",) if k in recorded}
+        if extra:
+            late += gx.global_step(state) - recorded["local_step"] > 1
+        grads = test_golden.tree(recorded["grads"])
+        params, state = gx.apply_gradients(tx, grads, state, params, **extra)
+        expected = test_golden.tree(recorded["params"])
+        test_golden.agree(params, expected, floor=1, rtol=1e-4)
+        if extra:
+            assert gx.global_step(state) == recorded["global_step"]
+            assert state.stale_count == case["checkpoint"]["stale_counter"] + late
+    moved = np.subtract(params["w"], case["checkpoint"]["w"])
+    assert np.abs(moved).max() > 0.01
+
+
+def test_a_scope_is_a_branch_and_parts_come_whole():
+    case = CHECKPOINTS["scope-and-parts"]
+    assert case["shapes"].keys() == {
+        f"{name}{slot}" for name in ("table", "layer/kernel") for slot in ("", "/Adagrad")
+    }
+    params = {"table": np.zeros((5, 2)), "layer": {"kernel": np.zeros(3)}}
+    sums = reader(case, params)["load"]("/Adagrad")
+    np.testing.assert_allclose(sums["layer"]["kernel"], np.full(3, 1.1), rtol=1e-6)
+    touched = np.array([[1.1], [0.1], [0.1], [1.1], [0.1]])
+    np.testing.assert_allclose(sums["table"], np.tile(touched, 2), rtol=1e-6)
+
+
+# Layers of TensorFlow 1
+
+LAYERS = {case["name"]: case for case in cases("tf1_layers")}
+
+
+def rows_here(words):
+    """The code of the row of the page of TensorFlow whose first cell has these words."""
+    page = (PAGES / "tensorflow.md").read_text()
+    (here,) = re.findall(rf"^\| [^|]*{re.escape(words)}[^|]* \| `(.*?)` \|", page, re.M)
+    return here
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["beside", "in the gate"])
+def test_averages_move_as_update_ops_do(around):
+    """A push that is dropped moves them in TensorFlow. In the gate it does not."""
+    case = LAYERS["batch-norm-drop-stale"]
+    settings, params = case["settings"], test_golden.tree(case["params"])
+    labels = {k: "averages" if "moving" in k else "train" for k in params}
+    code = rows_here("UPDATE_OPS)").replace('{"w": "train", "b": "averages"}', "labels")
+    names = {"gx": gx, "optax": optax, "labels": labels}
+    adagrad = gx.adagrad(settings["learning_rate"], eps=0.0)
+    if around:
+        code = code.replace("gx.drop_stale(tx, 1)", "tx")
+        tx = gx.drop_stale(eval(code, names | {"tx": adagrad}), 1)
+    else:
+        tx = eval(code, names | {"tx": adagrad})
+    server, dropped = gx.ParameterServer(params, tx), 0
+    for event in case["events"]:
+        batch, now = np.float32(event["batch"]), server.pull()[0]
+        batch_averages = {"mean": batch.mean(axis=0), "variance": batch.var(axis=0)}
+        grads = {k: np.float32(g) for k, g in event["grads"].items()}
+        for name, average in batch_averages.items():
+            old = np.asarray(now[f"moving_{name}"])
+            part = np.float32(1 - settings["momentum"])
+            grads[f"moving_{name}"] = part * (old - average)
+        result = server.push(grads, event["local_step"])
+        assert result.global_step == event["global_step"]
+        after, dropped = server.pull()[0], dropped + (not result.applied)
+        for name, value in event["params"].items():
+            if around and dropped and "moving" in name:
+                assert np.abs(after[name] - np.float32(value)).max() > 1e-3
+            else:
+                np.testing.assert_allclose(after[name], value, rtol=0, atol=1e-6)
+    assert dropped == 2
+
+
+@pytest.mark.parametrize("name", [k for k in LAYERS if "regularizer" in k])
+def test_a_regularizer_has_the_factor_of_tensorflow(name):
+    case = LAYERS[name]
+    params = test_golden.tree(case["params"])
+    made = eval(
+        rows_here(f"{name}(0.01)"),
+        {"optax": optax, "jax": jax, "tx": optax.identity()},
+    )
+    if isinstance(made, optax.GradientTransformation):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        grads, _ = made.update(zeros, made.init(params), params)
+    else:
+        loss, grads = jax.value_and_grad(made)(params)
+        np.testing.assert_allclose(loss, case["loss"], rtol=1e-6)
+    np.testing.assert_allclose(grads["w"], case["grads"]["w"], rtol=1e-6)
+
+
+def test_summaries_without_an_engine_are_read_by_tensorboard():
+    page = (PAGES / "tensorflow.md").read_text()
+    (block,) = re.findall(r"^```python\n([^`]*SummaryWriter\(.*?)^```$", page, re.M | re.S)
+
+    def loss_fn(params, x):
+        return jnp.sum((params["w"] - x) ** 2)
+
+    names = {"gx": gx, "optax": optax, "loss_fn": loss_fn}
+    names |= {"params": {"w": jnp.zeros(3)}, "batches": [(jnp.ones(3),)] * 25}
+    exec(block, names)
+    events = event_accumulator.EventAccumulator(names["logs"]).Reload()
+    shutil.rmtree(names["logs"])
+    for tag, first in (("loss", 3.0), ("gradient_norm", 12**0.5)):
+        points = events.Scalars(tag)
+        assert [point.step for point in points] == [0, 10, 20]
+        assert abs(points[0].value - first) < 1e-6
+        assert points[2].value < points[1].value < points[0].value
