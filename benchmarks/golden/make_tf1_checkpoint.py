@@ -1,4 +1,4 @@
-"""Makes tf1_checkpoint.json: what a checkpoint of TensorFlow 1.15.5 holds, and what follows.
+"""Makes tf1_checkpoint.json: what TensorFlow 1.15.5 saves, and the steps behind it.
 
 With Python 3.7, from the repository's root:
 
