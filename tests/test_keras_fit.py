@@ -515,6 +515,57 @@ def test_a_model_that_was_saved_goes_on(k, name, tmp_path):
     assert_equal(loaded.optimizer.variables, model.optimizer.variables)
 
 
+def with_a_rate():
+    return optax.inject_hyperparams(gx.adagrad)(learning_rate=0.5)
+
+
+# Another program: it makes the function anew, loads the model, and goes on.
+LOADS = """
+import sys
+import gradxform as gx, keras, numpy as np, optax
+import gradxform.keras
+
+@keras.saving.register_keras_serializable(package="tests")
+def with_a_rate():
+    return optax.inject_hyperparams(gx.adagrad)(learning_rate=0.5)
+
+model = keras.saving.load_model(sys.argv[1] + "/model.keras")
+data = np.load(sys.argv[1] + "/data.npz")
+model.fit(data["x"], data["y"], batch_size=8, shuffle=False, verbose=0)
+rate = np.asarray(model.optimizer.learning_rate.value)
+np.savez(sys.argv[1] + "/trained.npz", rate, *model.get_weights())
+"""
+
+
+def test_a_rate_that_was_set_is_saved_with_the_model(k, tmp_path):
+    """A callback halves it, then it is set; Keras's own Adagrad is the oracle."""
+    k.keras.saving.register_keras_serializable(package="tests")(with_a_rate)
+    models = []
+    for optimizer in (k.Optimizer(with_a_rate), k.keras.optimizers.Adagrad(0.5)):
+        halve = k.keras.callbacks.LearningRateScheduler(lambda _, rate: rate / 2)
+        model, history = train(k, optimizer, callbacks=[halve])
+        assert history["learning_rate"] == [2**-2, 2**-3, 2**-4]
+        model.optimizer.learning_rate = 2**-6
+        models.append(model)
+    model, of_keras = models
+    model.save(tmp_path / "model.keras")
+    loaded = k.keras.saving.load_model(tmp_path / "model.keras")
+    assert float(loaded.optimizer.learning_rate) == 2**-6
+    assert_equal(loaded.optimizer.variables, model.optimizer.variables)
+    np.savez(tmp_path / "data.npz", x=X, y=Y)
+    run = [sys.executable, "-c", LOADS, str(tmp_path)]
+    subprocess.run(run, check=True, env=os.environ | {"KERAS_BACKEND": "jax"})
+    for each in (model, loaded, of_keras):
+        fit(each)
+    assert_equal(loaded.weights, model.weights)
+    assert_close(model.weights, of_keras.weights)
+    with np.load(tmp_path / "trained.npz") as trained:
+        rate, *weights = trained.values()
+    assert rate == 2**-6
+    for ours, expected in zip(weights, values(model.weights), strict=True):
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=1e-6)
+
+
 def test_a_transformation_without_a_config_cannot_be_saved(k, tmp_path):
     model, _ = train(k, k.Optimizer(optax.adam(0.01)), epochs=1)
     error = r"from_config.*register_keras_serializable"

@@ -325,6 +325,24 @@ def drops_what_is_late(tx):
         assert state.stale_count == stale_count
 
 
+def moves_averages_with_every_push(tx):
+    """The last push is late: w rests and the average moves."""
+    params, state = PARAMS, tx.init(PARAMS)
+    for step, local_step in enumerate((0, 1, 0)):
+        before = params
+        params, state = gx.apply_gradients(
+            tx, GRADS, state, params, local_step=local_step
+        )
+        equals(before["b"] - GRADS["b"])(params["b"])
+        assert np.any(params["w"] != before["w"]) == (step < 2)
+
+
+def decayed(decay):
+    """Adagrad's first update of gradients to which the weights were added."""
+    grads = {k: g + decay * PARAMS[k] for k, g in GRADS.items()}
+    return {k: -0.1 * g / np.sqrt(0.1 + g**2 + 1e-7) for k, g in grads.items()}
+
+
 def skips_what_is_not_finite(tx):
     for bad in (np.inf, 1e30):  # The norm of the second is infinite too.
         grads = GRADS | {"b": np.array(bad, np.float32)}
@@ -507,6 +525,14 @@ CHECKS = {
     ),
     "jax.vmap(lambda row: gx.clip_by_norm(1.0).update(row, ())[0])(table)": equals(
         TABLE / np.maximum(1, np.linalg.norm(TABLE, axis=1, keepdims=True))
+    ),
+    # UPDATE_OPS and regularizers; test_porting.py replays TensorFlow's.
+    'optax.partition({"train": gx.drop_stale(tx, 1), "averages": optax.sgd(1.0)}, '
+    '{"w": "train", "b": "averages"})': moves_averages_with_every_push,
+    "optax.chain(optax.add_decayed_weights(0.01), tx)": updates_to(decayed(0.01)),
+    "optax.chain(optax.add_decayed_weights(2 * 0.01), tx)": updates_to(decayed(0.02)),
+    'lambda params: 0.01 * jax.numpy.sum(jax.numpy.abs(params["w"]))': (
+        lambda loss: equals(0.01 * 6.0)(loss(PARAMS))
     ),
     # ConditionalAccumulator, SyncReplicasOptimizer
     "gx.conditional_accumulator(tx, num_required=2)": acts_on_two(ADAGRAD_UPDATE),

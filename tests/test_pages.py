@@ -72,11 +72,13 @@ def test_a_page_can_be_pasted_into_a_prompt(page):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")  # Keras's.
 @pytest.mark.parametrize(
     ("page", "left_out"),
     [
         ("docs/sparse.md", 0),
         ("docs/frameworks.md", 1),
+        ("docs/coming_from/keras.md", 0),
         ("docs/coming_from/novograd.md", 0),
         ("docs/coming_from/tensorflow.md", 2),
     ],

@@ -28,7 +28,7 @@ PICTURE = re.compile(r'<picture>.*?srcset="(.*?)".*?alt="(.+?)" src="(.*?)"', re
 # Pages with blocks of code that are no doctests: test_pages.py runs them.
 RUN_ELSEWHERE = {
     *("README.md", "start.md", "sparse.md"),
-    *("frameworks.md", "tensorflow.md", "novograd.md"),
+    *("frameworks.md", "tensorflow.md", "novograd.md", "keras.md"),
 }
 
 
