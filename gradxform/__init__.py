@@ -37,7 +37,20 @@ are in :mod:`gradxform.contrib`: their arguments may still change.
 """
 
 import importlib as _importlib
+import sys as _sys
 import typing as _typing
+
+__version__ = "0.1.0"
+
+# Python imports this package before it runs ``python -m gradxform``. JAX takes seconds
+# to import, so the command line answers first.
+if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] in (
+    "gradxform",
+    "-mgradxform",
+):
+    from gradxform._demo import command_line as _command_line
+
+    _command_line.begin()
 
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
@@ -113,8 +126,6 @@ from gradxform._transforms.round_stochastically import (
 from gradxform._transforms.round_stochastically import (
     round_stochastically as round_stochastically,
 )
-
-__version__ = "0.1.0"
 
 # These are imported when one of their names is first used: most trainings need none of
 # them.

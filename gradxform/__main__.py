@@ -14,10 +14,9 @@ of their own in ``_demo``.
 from __future__ import annotations
 
 import contextlib
-import os
-import sys
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,25 @@ import optax
 import gradxform as gx
 from gradxform import engines
 from gradxform._demo import report
-from gradxform._demo.command_line import OPTIMIZERS, Options, fail, parse
+from gradxform._demo.command_line import (
+    Options,
+    fail,
+    interrupt,
+    loaded,
+    parse,
+    say,
+)
 from gradxform._demo.digits import Digits, Gradient, Model, build_model, load_digits
 from gradxform._server.extras import require
 
 BATCH_SIZE = 64
 MAX_NORM = 1.0
+# With peak learning rates. Late gradients act like momentum (Mitliagkas et al. 2016,
+# https://arxiv.org/abs/1605.09774), so novograd needs less momentum than usual.
+OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
+    "novograd": (functools.partial(gx.novograd, b1=0.9), 0.015),
+    "adagrad": (gx.adagrad, 0.2),
+}
 JITTER = 0.25  # Standard deviation of the logarithm of a duration.
 
 
@@ -67,7 +79,7 @@ def make_optimizer(
     """A clip, and the optimizer that scales the gradients.
 
     Args:
-      optimizer: one of ``OPTIMIZERS``.
+      optimizer: a key of ``OPTIMIZERS``.
       steps: how many there will be; the learning rate falls to 0 with the last one.
       batches: how many minibatches make a step.
     """
@@ -120,14 +132,16 @@ def make_run(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
-    options = parse(argv)
+    options, pushes = parse(argv), list[engines.Push]()
     with contextlib.ExitStack() as stack:
         try:
-            for package in ("flax", "sklearn"):
+            drawing = () if options.plot is None else ("matplotlib",)
+            for package in ("flax", "rich", "sklearn", *drawing):
                 require(package, "demo")
             model, digits = build_model(options.seed), load_digits()
             start = time.perf_counter()
             job = make_job(options, model, digits)
+            loaded()
             run = stack.enter_context(make_run(options, job))
             if options.logdir is not None:
                 board = stack.enter_context(engines.TensorBoard(options.logdir, run))
@@ -136,9 +150,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             # holds another job. Ray puts a traceback into the text of an error from
             # another process: print its cause.
             fail(str(getattr(error, "cause", error)))
-        pushes = []
-        for push in report.track(run, options.steps):
+        show = stack.enter_context(report.progress(options.steps))
+        for push in run.pushes:
             pushes.append(push)
+            show(push, run.counts())
             if options.logdir is not None:
                 board(push)
         seconds = time.perf_counter() - start
@@ -150,13 +165,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         before = f"all {options.steps} pushes were made before"
         text += f"nothing is left to do: {before}; try more --steps\n"
     text += f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
-    report.show(text)
+    try:
+        say(text)
+    finally:  # Also if the reader of the results has gone.
+        if options.plot is not None and pushes:
+            report.save_plot(options.plot, report.title_of(options), pushes)
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        # The interpreter's own end crashes while XLA is still at work.
-        os.write(sys.stderr.fileno(), b"python -m gradxform: interrupted\n")
-        os._exit(130)
+        interrupt()

@@ -4,6 +4,7 @@ import os
 import pathlib
 import re
 import subprocess
+import sys
 import tomllib
 
 import pytest
@@ -118,6 +119,51 @@ def test_the_sdist_holds_the_whole_repository():
 def test_the_newest_version_of_the_changelog_is_this_one():
     changelog = read_text("CHANGELOG.md")
     assert re.search(r"^## \[(.*)\] - ", changelog, re.M)[1] == gx.__version__
+
+
+@pytest.mark.slow
+def test_a_release_stops_until_a_person_has_done_the_list(tmp_path):
+    """In a clone, line by line of CONTRIBUTING.md."""
+    clone, said = tmp_path / "clone", read_text("CONTRIBUTING.md")
+    git = ["git", "-c", "user.name=x", "-c", "user.email=x@y.z"]
+    subprocess.run([*git, "clone", "-q", ROOT, clone], check=True)
+    (check,) = re.findall(r"(?s)<<'PYTHON'\n(.*?)\nPYTHON\n", read_text(".ci/release"))
+    tag = f"v{gx.__version__}"
+
+    def left():
+        command = [sys.executable, "-c", check, tag]
+        done = subprocess.run(
+            command, cwd=clone, capture_output=True, text=True, check=False
+        )
+        lines = done.stdout.splitlines()
+        assert (done.returncode, done.stderr) == (bool(lines), "")
+        return [line.removeprefix("before the release: ").split()[0] for line in lines]
+
+    def edit(name, old, new):
+        text = (clone / name).read_text()
+        assert old in text
+        (clone / name).write_text(text.replace(old, new))
+
+    assert left() == ["CHANGELOG.md", "OWNER", "pyproject.toml"]
+    (command,) = re.findall(r"(?m)^ +(git grep -lz .*)$", said)
+    subprocess.run(command, shell=True, cwd=clone, check=True)
+    assert left() == ["CHANGELOG.md", "pyproject.toml", "what"]
+    (line,) = re.findall(r"`(maintainers = .*?)`", said)
+    edit("pyproject.toml", "authors = [", f"{line}\nauthors = [")
+    assert (
+        "maintainers"
+        in tomllib.loads((clone / "pyproject.toml").read_text())["project"]
+    )
+    edit(
+        "CHANGELOG.md",
+        f"## [{gx.__version__}] - unreleased",
+        f"## [{gx.__version__}] - 2026-01-31",
+    )
+    assert left() == ["what"]
+    subprocess.run([*git, "commit", "-qam", "release"], cwd=clone, check=True)
+    assert left() == []
+    tag = "v9.9.9"
+    assert left() == ["the"]
 
 
 def test_workflows_run_the_scripts_of_ci():

@@ -5,9 +5,12 @@ transformation and job. It uses these modules in this order: ``command_line`` ch
 options before anything is loaded; ``digits`` gives the data and the model; ``report``
 shows the progress and the results.
 
+Python imports the package before its ``__main__``. So ``gradxform/__init__.py`` calls
+``command_line.begin`` first, if the command is ``python -m gradxform``.
+
 - ``command_line``: every option, with its default and range.
 - ``digits``: the data and the model. It imports nothing of the package.
-- ``report``: the progress and the table.
+- ``report``: the progress, the table and the picture.
 
 Imports the public API, ``engines`` and ``_server``. Only the demo imports it.
 """

@@ -1,7 +1,8 @@
 """Trains a digit classifier with workers that share a server.
 
 The workers pull parameters from the server and push gradients to it. Prints how many
-pushes were accepted and dropped, and the accuracy on test digits as its last line.
+pushes were accepted and dropped, and the accuracy on test digits as its last line. The
+progress goes to stderr: a bar on a terminal, and elsewhere a line every five seconds.
 
 To see the cost of lateness: --workers 16 --max-staleness 30, then 6. To see the cost of
 a slow worker: --straggler 5 --mode sync, then backup. With --checkpoint DIR the same
@@ -9,7 +10,8 @@ command goes on where it was killed. Ctrl-C ends it at once, with exit code 130.
 saves it first and gives exit code 143.
 """
 
-# The text above is what --help says first. Then come the options of a class below.
+# The text above is what --help says first. Then come the options of a class below. This
+# module is imported before JAX, and needs nothing but Python.
 
 from __future__ import annotations
 
@@ -19,24 +21,22 @@ import dataclasses
 import functools
 import inspect
 import math
+import os
 import re
+import shutil
+import signal
 import sys
 import typing
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NoReturn
+from collections.abc import Sequence
+from typing import Annotated, Any, NoReturn, TextIO
 
-import optax
+from gradxform import __version__
 
-import gradxform as gx
-
-# With peak learning rates. Late gradients act like momentum (Mitliagkas et al. 2016,
-# https://arxiv.org/abs/1605.09774), so novograd needs less momentum than usual.
-OPTIMIZERS: dict[str, tuple[Callable[..., optax.GradientTransformation], float]] = {
-    "novograd": (functools.partial(gx.novograd, b1=0.9), 0.015),
-    "adagrad": (gx.adagrad, 0.2),
-}
+OPTIMIZERS = ("novograd", "adagrad")  # Functions of gradxform.
 ENGINES = ("threads", "ray", "simulated")  # Functions of gradxform.engines.
 PROGRAM = "python -m gradxform"
+WIDTH = 80  # No row of the output is wider.
+PICTURES = (".png", ".pdf", ".svg")
 MODES = ("async", "backup", "sync")
 MANY = 2**31 - 1  # Steps are int32 on the device.
 
@@ -66,6 +66,50 @@ def fail(message: str) -> NoReturn:
     raise SystemExit(2)
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Prints a text to ``sys.stdout``, or to another stream.
+
+    If that fails, it ends the process with one line. If the reader has gone, as with
+    ``head``, it ends without a line and with exit code 141, as other programs do.
+    """
+    stream = stream or sys.stdout
+    try:
+        print(text, end="", file=stream, flush=True)
+    except OSError as error:
+        # Python flushes again as it ends, and would print another error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise SystemExit(141) from None
+        fail(f"the results cannot be printed: {error.strerror}")
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Ends the process at once. It is a handler of SIGINT, too.
+
+    The interpreter's own end crashes while XLA is still at work.
+    """
+    os.write(sys.stderr.fileno(), f"{PROGRAM}: interrupted\n".encode())
+    os._exit(130)
+
+
+def begin() -> None:
+    """Checks the command line and prints a first line, before anything is loaded.
+
+    Until :func:`loaded`, Ctrl-C ends the process without an exception: one in the midst
+    of an import, or of JAX's callbacks, may be lost or become another one.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, interrupt)
+    parse()
+    say("loading, compiling\n", sys.stderr)
+
+
+def loaded() -> None:
+    """From now on Ctrl-C is a ``KeyboardInterrupt``, which engines clean up after."""
+    if signal.getsignal(signal.SIGINT) is interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
     """What ``argparse`` has to know of an option with a value in [low, high]."""
     word, metavar = ("an integer", "N") if kind is int else ("a number", "X")
@@ -78,6 +122,16 @@ def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"{allowed}, got {text!r}")
 
     return {"type": parse, "metavar": metavar}
+
+
+def _picture(path: str) -> str:
+    """Looks before the training whether a picture can be written there."""
+    if not path.lower().endswith(PICTURES):
+        allowed = ", ".join(PICTURES)
+        raise argparse.ArgumentTypeError(f"must end in {allowed}, got {path!r}")
+    if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path!r} cannot be written")
+    return path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +166,7 @@ class Options:
       server_processes: the number of processes of the server; each has a part of the
         leaves above a megabyte, and the whole of this small model
       connect_timeout: how many seconds the Ray cluster may take to answer
+      plot: draw the loss and the staleness of all pushes to FILE, such as x.png
     """
 
     mode: Annotated[str, {"choices": MODES}] = "async"
@@ -130,6 +185,7 @@ class Options:
     address: Annotated[str | None, {"metavar": "ADDRESS"}] = None
     server_processes: Annotated[int, _number(int, 1, 64)] = 1
     connect_timeout: Annotated[float, _number(float, 0.001, math.inf)] = 30.0
+    plot: Annotated[str | None, {"type": _picture, "metavar": "FILE"}] = None
 
     def settings(self) -> dict[str, Any]:
         """The options that decide what is trained, for checkpoints to remember."""
@@ -143,7 +199,14 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         prog=PROGRAM,
         description=__doc__,
         allow_abbrev=False,
+        formatter_class=functools.partial(
+            argparse.HelpFormatter,
+            width=min(WIDTH, shutil.get_terminal_size().columns) - 2,
+        ),
         argument_default=argparse.SUPPRESS,  # So that ``given`` has no other options.
+    )
+    parser.add_argument(
+        "--version", action="version", version=f"gradxform {__version__}"
     )
     said = re.findall(
         r"^  (\w+): (.*(?:\n    .*)*)", inspect.getdoc(Options) or "", re.M

@@ -1,30 +1,64 @@
-"""The demo's output: its progress, and a table of the pushes."""
+"""The demo's output: its progress, a table of the pushes, and a picture of them."""
 
 from __future__ import annotations
 
-import os
+import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._demo.command_line import Options, fail
+from gradxform._demo.command_line import WIDTH, Options, fail, say
+
+REFRESHES = 8  # How often a second the bar is drawn anew.
+SECONDS = 5.0  # Between two lines where there is no terminal.
 
 
-def track(run: engines.Run, total: int) -> Iterator[engines.Push]:
-    """Passes pushes through, with the progress in a line if someone can see it."""
-    for push in run.pushes:
-        if sys.stderr.isatty():
-            counts = run.counts()
-            done = (counts.accepted + counts.dropped) / total
+@contextlib.contextmanager
+def progress(total: int) -> Iterator[Callable[[engines.Push, engines.Counts], None]]:
+    """Shows on ``sys.stderr`` how far the training is: gives a function of each push.
+
+    On a terminal it is a bar. Elsewhere it is a line for the first push, and another
+    one every few seconds.
+    """
+    from rich import console, progress
+
+    screen = console.Console(stderr=True, force_terminal=sys.stderr.isatty())
+    screen.width = min(WIDTH, screen.width)
+    drawn = screen.is_terminal and not screen.is_dumb_terminal
+    columns = (
+        progress.TaskProgressColumn(),
+        progress.BarColumn(30, complete_style="green", finished_style="green"),
+        progress.TextColumn("{task.description}"),
+        progress.TimeRemainingColumn(),
+    )
+    next_line = time.monotonic()
+    with progress.Progress(
+        *columns,
+        console=screen,
+        refresh_per_second=REFRESHES,
+        get_time=time.monotonic,
+        disable=not drawn,
+    ) as bar:
+        # Without a total the bar moves to and fro.
+        task = bar.add_task("compiling", total=None)
+
+        def show(push: engines.Push, counts: engines.Counts) -> None:
+            nonlocal next_line
             text = f"step {push.result.global_step}, loss {push.loss:.3f}"
-            print(f"\r{done:4.0%}, {text} ", end="", file=sys.stderr, flush=True)
-        yield push
-    if sys.stderr.isatty():
-        print(file=sys.stderr)
+            done = counts.accepted + counts.dropped
+            bar.update(task, total=total, completed=done, description=text)
+            if not drawn and time.monotonic() >= next_line:
+                next_line = time.monotonic() + SECONDS
+                left = bar.tasks[task].time_remaining
+                rest = "" if left is None else f", {left:.0f} s left"
+                say(f"{done / total:4.0%}, {text}{rest}\n", sys.stderr)
+
+        yield show
 
 
 def make_report(
@@ -36,10 +70,10 @@ def make_report(
 ) -> str:
     """A table of the pushes: accepted, dropped, late."""
     counts = run.counts()
-    before = "" if run.resumed is None else f"{run.resumed} of them before this run"
+    before = "" if run.resumed is None else f"{run.resumed} before this run"
     last = counts.by_worker.get(options.workers - 1)
     late = f"{last.dropped if last else 0} of the last worker"
-    meaning = "pushes dropped as too late, for each step: dropped / (steps + 1)"
+    meaning = "too late / (steps + 1)"
     norm = f"{optax.tree.get(state, 'global_norm'):.3f}"
     deaths = {
         "deaths of workers": counts.worker_deaths,
@@ -53,13 +87,24 @@ def make_report(
         *((name, f"{count}", "") for name, count in deaths.items() if count),
         ("staleness fraction", f"{gx.staleness_fraction(state):.3f}", meaning),
         *bars(pushes),
-        ("gradient norm", norm, "of the last step, before the clip"),
-        ("seconds", f"{seconds:.1f}", "of starting, compiling and training"),
+        ("gradient norm", norm, "of the last step, not clipped"),
+        ("seconds", f"{seconds:.1f}", "of starting and training"),
     ]
+    return title_of(options) + "\n" + align(rows)
+
+
+def title_of(options: Options) -> str:
+    """What was trained, in a line."""
     title = f"{options.mode} on {options.engine}, {options.optimizer}, "
-    title += f"workers {options.workers}, seed {options.seed}\n"
-    return title + "".join(
-        f"{name:20} {value:18} {more}".rstrip() + "\n" for name, value, more in rows
+    return title + f"workers {options.workers}, seed {options.seed}"
+
+
+def align(rows: Sequence[tuple[str, str, str]]) -> str:
+    """Rows as lines of three columns."""
+    names, values, _ = (max(map(len, column)) for column in zip(*rows, strict=True))
+    return "".join(
+        f"{name:{names}}  {value:{values}}  {more}".rstrip() + "\n"
+        for name, value, more in rows
     )
 
 
@@ -67,9 +112,7 @@ def bars(pushes: Sequence[engines.Push]) -> Iterator[tuple[str, str, str]]:
     """A bar for each staleness, or for each range: the number of such pushes."""
     if not pushes:
         return
-    applied, staleness, *_ = map(
-        np.array, zip(*(p.result for p in pushes), strict=True)
-    )
+    applied, staleness = outcomes(pushes)
     width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
     counts = np.bincount(staleness // width).tolist()
     late = np.bincount(staleness[~applied] // width, minlength=len(counts)).tolist()
@@ -77,20 +120,48 @@ def bars(pushes: Sequence[engines.Push]) -> Iterator[tuple[str, str, str]]:
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
         text = f"{count}, {dropped} dropped" if dropped else f"{count}"
-        yield f"staleness {span}", text, "#" * round(30 * count / max(counts))
+        yield f"staleness {span}", text, "#" * round(20 * count / max(counts))
 
 
-def show(text: str) -> None:
-    """Prints; if that fails, it ends the process with one line.
+def outcomes(pushes: Sequence[engines.Push]) -> tuple[np.ndarray, np.ndarray]:
+    """Whether each push was applied, and its staleness."""
+    applied, staleness, *_ = zip(*(push.result for push in pushes), strict=True)
+    return np.array(applied), np.array(staleness)
 
-    If the reader has gone, as with ``head``, it ends without a line and with exit code
-    141, as other programs do.
-    """
+
+def save_plot(path: str, title: str, pushes: Sequence[engines.Push]) -> None:
+    """Draws loss and staleness, push by push."""
+    from matplotlib.figure import Figure
+
+    number = np.arange(1, len(pushes) + 1)
+    loss = np.array([push.loss for push in pushes])
+    applied, staleness = outcomes(pushes)
+    window = 1 + min(49, len(loss) // 10)
+    mean = np.convolve(loss, np.full(window, 1 / window), "valid")
+
+    figure = Figure(figsize=(7, 5.5), dpi=150, layout="constrained")
+    figure.suptitle(title)
+    above, below = figure.subplots(2, sharex=True)
+    # Color-blind readers can tell blue and orange apart. In grey the markers differ.
+    accepted = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
+    dropped = {"marker": "x", "linestyle": "", "color": "#D55E00", "markersize": 4}
+    above.semilogy(number, loss, **accepted, markersize=3, label="one minibatch")
+    above.semilogy(number[window - 1 :], mean, "k", label=f"mean of {window} pushes")
+    for label, which, style in (
+        ("accepted", applied, accepted),
+        ("dropped", ~applied, dropped),
+    ):
+        if which.any():
+            below.plot(number[which], staleness[which], **style, label=label)
+    above.set_ylabel("loss [nat]")
+    below.set(ylabel="staleness [steps]", xlabel="push")
+    below.yaxis.get_major_locator().set_params(integer=True)
+    for axes in (above, below):
+        axes.grid(alpha=0.25)
+        # The legend lies above the axes, where it hides no point.
+        spot = {"loc": "lower right", "bbox_to_anchor": (1, 1), "ncols": 2}
+        axes.legend(**spot, frameon=False)
     try:
-        print(text, end="", flush=True)
-    except OSError as error:
-        # Python flushes again as it ends, and would print another error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if isinstance(error, BrokenPipeError):
-            raise SystemExit(141) from None
-        fail(f"the results cannot be printed: {error.strerror}")
+        figure.savefig(path)
+    except OSError as error:  # The disk may have filled up meanwhile.
+        fail(f"argument --plot: {error}")

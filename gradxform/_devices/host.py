@@ -25,7 +25,7 @@ from gradxform._trees.types import Leaf, Path, PyTree, T
 DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
 
-def on_host(tree: PyTree[T], *, min_size: int = compilers.LARGE) -> PyTree[T]:
+def on_host(tree: T, *, min_size: int = compilers.LARGE) -> T:
     r"""Puts the large arrays of parameters, or of a state, into the host's memory.
 
     :func:`minimize` with ``layers`` brings one layer of them at a time to the device,

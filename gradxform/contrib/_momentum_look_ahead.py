@@ -19,7 +19,7 @@ from gradxform._transforms import momentum
 from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_rate
 from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.links import stateful
-from gradxform._trees.types import Leaf
+from gradxform._trees.types import Leaf, Params
 from gradxform.contrib._alignment import (
     MomentumAlignment,
     Shares,
@@ -236,11 +236,11 @@ def momentum_look_ahead(
 
 
 def worker_start(
-    params: optax.Params,
+    params: Params,
     state: optax.OptState,
     learning_rate: jax.typing.ArrayLike,
     b1: jax.typing.ArrayLike,
-) -> optax.Params:
+) -> Params:
     r"""The start of a worker that looks ahead: one step along the momentum.
 
     .. math:: w - learning\_rate \cdot b_1\,m

@@ -59,11 +59,12 @@ NOT_DRAWN = {
     "stack",  # JAX before 0.12 has none.
     "unstack",
 }
-# Parameters that have one value on one device, or one for each operation.
+# Parameters that have one value on one device, or one for each operation. A `top_k` that
+# is not stable may order equal numbers in two ways.
 ONE_VALUE = {
     *("out_sharding", "sharding", "dtype", "preferred_element_type", "computation"),
     *("update_jaxpr", "update_consts", "num_carry", "num_consts", "linear", "ft_out"),
-    *("_split_transpose", "bit_width", "index_dtype", "jaxpr", "k"),
+    *("_split_transpose", "bit_width", "index_dtype", "jaxpr", "k", "is_stable"),
 }
 
 

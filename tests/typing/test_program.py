@@ -1,11 +1,14 @@
-"""The user's program runs, but for its mistakes, and type checkers find these."""
+"""The users' programs run, but for the mistakes, and type checkers find these."""
 
+import ast
 import importlib.util
+import re
 
 import pytest
 
 from tests.test_pages import blocks
-from tests.typing.__main__ import PROGRAM, mistakes, mypy, pyright
+from tests.typing import every_name
+from tests.typing.__main__ import EVERY_NAME, PROGRAM, mistakes, mypy, pyright
 
 
 @pytest.mark.slow
@@ -17,6 +20,32 @@ def test_the_program_runs_without_its_mistakes(capsys):
     left["main"]()
     *_, ids, rows = capsys.readouterr().out.splitlines()
     assert (ids, rows) == ("[0]", "[0. 0. 0.] (5, 3)")
+
+
+@pytest.mark.slow
+def test_the_program_with_every_name_runs():
+    every_name.main()
+
+
+def test_the_program_with_every_name_has_every_name():
+    """Also the method that is new, and none of another name."""
+    text = (PROGRAM.parents[1] / "public_api.txt").read_text()
+    public = {*re.findall(r"(?m)^(?:\w+ )?gradxform\.([\w.]+?)(?:\(|$)", text)}
+    public = {name for name in public if not name.endswith(".update")}
+    names = {name for name in public if name.rpartition(".")[0] not in public}
+    assert len(names) > 80
+    used = set()
+    for node in ast.walk(ast.parse(EVERY_NAME.read_text())):
+        if isinstance(node, ast.Attribute):
+            used.add(re.sub(r"^(gx|gradxform)\.", "", ast.unparse(node)))
+    assert not names - used
+
+
+def test_the_program_with_every_name_has_no_way_around_types():
+    text = EVERY_NAME.read_text()
+    code = re.sub(r'(?s)""".*?"""', "", text)
+    assert not re.search(r"\b(Any|cast|reveal_type|pyright)\b", code)
+    assert code.count("type: ignore") == 1  # Of optax, which has no marker py.typed.
 
 
 @pytest.mark.slow
