@@ -59,7 +59,7 @@ NOT_DRAWN = {
     "stack",  # JAX before 0.12 has none.
     "unstack",
 }
-# Parameters that have one value on one device, or one for each operation. A `top_k` that
+# Parameters with one value on one device, or one for each operation. A `top_k` that
 # is not stable may order equal numbers in two ways.
 ONE_VALUE = {
     *("out_sharding", "sharding", "dtype", "preferred_element_type", "computation"),
