@@ -125,45 +125,52 @@ def test_the_newest_version_of_the_changelog_is_this_one():
 def test_a_release_stops_until_a_person_has_done_the_list(tmp_path):
     """In a clone, line by line of CONTRIBUTING.md."""
     clone, said = tmp_path / "clone", read_text("CONTRIBUTING.md")
-    git = ["git", "-c", "user.name=x", "-c", "user.email=x@y.z"]
-    subprocess.run([*git, "clone", "-q", ROOT, clone], check=True)
-    (check,) = re.findall(r"(?s)<<'PYTHON'\n(.*?)\nPYTHON\n", read_text(".ci/release"))
-    tag = f"v{gx.__version__}"
+    (program,) = re.findall(
+        r"(?s)<<'PYTHON'\n(.*?)\nPYTHON\n", read_text(".ci/release")
+    )
+    (command,) = re.findall(r"(?m)^ +(git grep -lz .*)$", said)
+    (line,) = re.findall(r"`(maintainers = .*?)`", said)
+    title = f"## [{gx.__version__}] - "
 
-    def left():
-        command = [sys.executable, "-c", check, tag]
-        done = subprocess.run(
-            command, cwd=clone, capture_output=True, text=True, check=False
+    def run(*command, check=True):
+        return subprocess.run(
+            command, cwd=clone, capture_output=True, text=True, check=check
         )
+
+    def commit():
+        run("git", "-c", "user.name=x", "-c", "user.email=x@y.z", "commit", "-qam", "x")
+
+    def edit(name, pattern, new):
+        text, count = re.subn(pattern, new, (clone / name).read_text(), flags=re.M)
+        (clone / name).write_text(text)
+        return count
+
+    def left(tag=f"v{gx.__version__}"):
+        done = run(sys.executable, "-c", program, tag, check=False)
         lines = done.stdout.splitlines()
         assert (done.returncode, done.stderr) == (bool(lines), "")
         return [line.removeprefix("before the release: ").split()[0] for line in lines]
 
-    def edit(name, old, new):
-        text = (clone / name).read_text()
-        assert old in text
-        (clone / name).write_text(text.replace(old, new))
-
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    # As before the first release, also when that is long ago.
+    edit("CHANGELOG.md", rf"^{re.escape(title)}.*$", f"{title}unreleased")
+    edit("pyproject.toml", "^maintainers = .*\n", "")
+    edit("SECURITY.md", re.escape(ADDRESS), "https://github.com/OWNER/gradxform")
+    edit("SECURITY.md", r"\Z", "x")  # So that there is something to commit.
+    commit()
     assert left() == ["CHANGELOG.md", "OWNER", "pyproject.toml"]
-    (command,) = re.findall(r"(?m)^ +(git grep -lz .*)$", said)
-    subprocess.run(command, shell=True, cwd=clone, check=True)
+
+    run("bash", "-c", command)
     assert left() == ["CHANGELOG.md", "pyproject.toml", "what"]
-    (line,) = re.findall(r"`(maintainers = .*?)`", said)
-    edit("pyproject.toml", "authors = [", f"{line}\nauthors = [")
-    assert (
-        "maintainers"
-        in tomllib.loads((clone / "pyproject.toml").read_text())["project"]
-    )
-    edit(
-        "CHANGELOG.md",
-        f"## [{gx.__version__}] - unreleased",
-        f"## [{gx.__version__}] - 2026-01-31",
-    )
+    assert edit("pyproject.toml", "^authors = ", f"{line}\nauthors = ") == 1
+    project = tomllib.loads((clone / "pyproject.toml").read_text())["project"]
+    assert "email" in project["maintainers"][0]
+    assert left() == ["CHANGELOG.md", "what"]
+    edit("CHANGELOG.md", f"^{re.escape(title)}unreleased$", f"{title}2026-01-31")
     assert left() == ["what"]
-    subprocess.run([*git, "commit", "-qam", "release"], cwd=clone, check=True)
+    commit()
     assert left() == []
-    tag = "v9.9.9"
-    assert left() == ["the"]
+    assert left("v9.9.9") == ["the"]
 
 
 def test_workflows_run_the_scripts_of_ci():

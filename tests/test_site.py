@@ -115,4 +115,4 @@ def test_the_first_cell_installs_from_the_repository(path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (line,) = re.findall(r"^ *%pip install -q (.*)$", code, re.M)
     address = project["urls"]["Repository"]
-    assert re.match(rf'"gradxform\[demo(,\w+)*\] @ git\+{address}"', line)
+    assert re.match(rf'"gradxform\[notebooks(,\w+)*\] @ git\+{address}"', line)

@@ -19,10 +19,11 @@ def test_pages_name_the_floors(page):
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/versions.md"])
-def test_pages_name_the_oldest_flax_that_the_demo_takes(page):
-    (line,) = (x for x in PROJECT["optional-dependencies"]["demo"] if "flax" in x)
+def test_pages_name_the_oldest_flax_that_demo_and_notebooks_take(page):
+    extras = PROJECT["optional-dependencies"]
+    lines = {x for name in ("demo", "notebooks") for x in extras[name] if "flax" in x}
     said = re.findall(r"\bFlax ≥ ([\d.]*\d)", (ROOT / page).read_text())
-    assert set(said) == {line.removeprefix("flax>=")}
+    assert {f"flax>={floor}" for floor in said} == lines
 
 
 def test_one_module_asks_which_version_runs():
