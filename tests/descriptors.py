@@ -49,6 +49,9 @@ class Descriptor:
     # The share of a large leaf's entries that may differ from the formula. It is 0,
     # unless the update jumps with the state: rounding then turns some entries' signs.
     jumps: float = 0.0
+    # It divides a leaf by how many of its entries it keeps. So an entry that jumps, or
+    # is not finite, moves all entries of its leaf by its share of them.
+    rescales: bool = False
     # Of a donated float32 step: temporary arrays, and passes over memory, in models.
     # First with gradients as arguments, then with loss and gradients inside. Optional.
     figures: tuple[tuple[float, float], tuple[float, float]] | None = None
@@ -67,11 +70,18 @@ class Descriptor:
 
     def arguments(self, **more: Any) -> dict[str, Any]:
         """The factory's arguments, with those of ``more`` that it takes."""
-        known = self.parameters()
+        known = self.parameters().keys()
+        if self.name == "accumulate":  # Its own axes are those of the data.
+            known -= {"axis_name"}
         return {
             k: v.make(**more) if isinstance(v, Descriptor) else v
             for k, v in self.kwargs.items()
         } | {k: v for k, v in more.items() if k in known}
+
+    def factories(self) -> list[str]:
+        """Its factory and those inside, from outside to inside."""
+        inner = self.kwargs.get("inner")
+        return [self.name, *(inner.factories() if inner else [])]
 
     def parameters(self) -> Mapping[str, inspect.Parameter]:
         """The factory's parameters by their names."""
@@ -89,9 +99,7 @@ class Descriptor:
         return jax.tree.map(cast, grads, params) if casts else grads
 
     def kept(self, dtype: str = "float32") -> dict[str, np.dtype]:
-        """The fields of its state, or of the one inside, with dtypes: see ``KEPT``."""
-        if inner := self.kwargs.get("inner"):
-            return inner.kept(dtype)
+        """The fields of its state, and of the one inside, with dtypes: see ``KEPT``."""
         own = jnp.dtype(dtype)
         wide = np.promote_types(own, np.float32)
         kinds = {"own": own, "wide": wide, "real": jnp.finfo(wide).dtype}
@@ -101,7 +109,9 @@ class Descriptor:
             return jnp.dtype(self.kwargs.get(argument) or kinds[kind])
 
         fields = KEPT.get(self.name.removeprefix("scale_by_"), {})
-        return {field: dtype_of(field, kind) for field, kind in fields.items()}
+        own = {field: dtype_of(field, kind) for field, kind in fields.items()}
+        inner = self.kwargs.get("inner")
+        return own | inner.kept(dtype) if inner else own
 
     def state(self, params: optax.Params) -> list[jax.ShapeDtypeStruct]:
         """The arrays of its state. Some rows keep none."""
@@ -251,6 +261,14 @@ DESCRIPTORS = (
         "mu",
         rows="touched",
     ),
+    # Its momentum loses nothing to rounding, so the mask is that of the formula.
+    Dense(
+        "cautious",
+        {"inner": Dense("momentum_look_ahead", RATE | {"b1": 0.5})},
+        rescales=True,
+    ),
+    # Here rounding turns the sign of some entries.
+    Dense("cautious", {"inner": NOVOGRAD}, "novograd", jumps=1e-3, rescales=True),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     Dense(
         "drop_stale",
@@ -423,6 +441,7 @@ TRANSFORMATIONS = [
 
 # These have no row in a migration table, and need none.
 NO_ORIGINAL = {
+    "cautious": "its authors' code is a line in their copies of optimizers",
     "clip_by_zscore": "ZClip: the page on spikes says how its code differs",
     "compensate_delay": "DC-ASGD is a paper; no system that people come from has it",
     "delayed": "it stands for what a pipeline does, and no library has it as a part",

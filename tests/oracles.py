@@ -1,9 +1,13 @@
 """The formulas of the papers in float64 NumPy, independent of the library.
 
 Each public transformation has one here, or in ``AT_ONCE`` if it keeps no state. A
-generator of its name yields parameters and state after each step. ``expected`` composes
-them, so that each row of ``descriptors.py`` is compared.
+generator of its name yields parameters and state after each step. The generator of a
+wrapper takes gradients and the updates of the inner transformation, and yields new
+updates. A wrapper that gives its inner transformation other gradients is in ``ACTING``.
+``expected`` composes them, so that each row of ``descriptors.py`` is compared.
 """
+
+import itertools
 
 import numpy as np
 
@@ -273,6 +277,21 @@ def aligned(g, m, **numbers):
     return mixed * length / (np.linalg.norm(mixed) + eps)
 
 
+def cautious(sequence, moved):
+    """Yields ``(updates,)``: what is left of those of the inner optimizer."""
+    for grads, updates in zip(sequence, moved, strict=True):
+        yield (tree_map(masked, grads, updates),)
+
+
+def masked(g, u):
+    """As the authors' code: it subtracts updates, and complex numbers are pairs."""
+    if np.iscomplexobj(u):
+        pairs = (np.stack([x.real, x.imag], -1) for x in (g, u))
+        return masked(*pairs) @ np.array([1, 1j])
+    mask = np.float64(-u * g > 0)
+    return mask / max(mask.mean(), 1e-3) * u
+
+
 def drop_stale(params, pushes, max_staleness, apply):
     """Plays ``(grads, local_step)`` pushes; yields ``(params, step, stale)``."""
     global_step = stale = 0
@@ -434,7 +453,8 @@ AT_ONCE = {
 
 def of(name):
     """The oracle of a public factory, or None."""
-    return AT_ONCE.get(name) or globals().get(name.removeprefix("scale_by_"))
+    known = AT_ONCE.get(name) or ACTING.get(name)
+    return known or globals().get(name.removeprefix("scale_by_"))
 
 
 def expected(row, params, pushes):
@@ -449,9 +469,10 @@ def after(row, params, pushes, local_step=None):
     """
     options = dict(row.kwargs)
     local_step = row.local_step if local_step is None else local_step
-    if "inner" in options:
-        acted = _acting(row, pushes, local_step)
-        return after(options["inner"], params, acted, local_step)
+    if row.name in ACTING:
+        inner = options.pop("inner")
+        acted = ACTING[row.name](pushes, local_step, **options)
+        return after(inner, params, acted, local_step)
     if not pushes:
         return (tree_map(np.zeros_like, params),)
     if row.name in AT_ONCE:
@@ -459,6 +480,8 @@ def after(row, params, pushes, local_step=None):
     oracle = of(row.name)
     if oracle is None:
         raise LookupError(f"tests/oracles.py has no formula of {row.name}")
+    if "inner" in options:
+        return _changed(oracle, options.pop("inner"), options, params, pushes)
     for dtype in ("mu_dtype", "accumulator_dtype"):
         options.pop(dtype, None)
     if "alignment" in options:
@@ -468,27 +491,64 @@ def after(row, params, pushes, local_step=None):
     return tree_map(np.subtract, last[0], params), *kept
 
 
-def _acting(row, pushes, local_step):
-    """The gradients that a gate gives to its inner transformation, one by one."""
-    if row.name in ("lazy", "master_weights", "low_bit_state"):
-        return pushes
-    options, stamped = row.kwargs, [(grads, local_step) for grads in pushes]
-    if row.name == "drop_stale":
-        *_, (acted, *_) = fresh(stamped, options["max_staleness"])
-        return acted
-    if row.name == "skip_spikes":
-        given = {k: v for k, v in options.items() if k != "inner"}
-        applied = skip_spikes([(global_norm(g), None) for g in pushes], **given)
-        return [g for g, acts in zip(pushes, applied, strict=True) if acts]
-    if row.name == "delayed":
-        played = delayed(pushes, options["num_steps"])
-    elif row.name == "worker_mean":
-        played = _mean_of_one_worker(pushes, local_step, options["method"])
-    else:
-        known = "num_required", "reduction", "max_staleness", "weight", "skip_nonfinite"
-        given = {k: v for k, v in options.items() if k in known}
-        played = (acts for acts, *_ in sums(stamped, **given))
+def _changed(oracle, inner, options, params, pushes):
+    """:func:`after` for a wrapper that changes the updates of ``inner``."""
+    if inner.reads_params:
+        raise LookupError(
+            f"{inner} reads parameters, which the wrapper moves elsewhere"
+        )
+    *sums, last = [after(inner, params, pushes[:n]) for n in range(len(pushes) + 1)]
+    pairs = itertools.pairwise(tree for tree, *_ in (*sums, last))
+    moved = [tree_map(np.subtract, now, before) for before, now in pairs]
+    changed, *kept = zip(*oracle(pushes, moved, **options), strict=True)
+    return total(changed), *(field[-1] for field in kept), *last[1:]
+
+
+# What a wrapper gives to its inner transformation, of (pushes, local_step, **options).
+
+
+def _all_act(pushes, local_step, **_):
+    return pushes
+
+
+def _fresh_act(pushes, local_step, max_staleness):
+    *_, (acted, *_) = fresh([(grads, local_step) for grads in pushes], max_staleness)
+    return acted
+
+
+def _usual_act(pushes, local_step, **options):
+    applied = skip_spikes([(global_norm(g), None) for g in pushes], **options)
+    return [g for g, acts in zip(pushes, applied, strict=True) if acts]
+
+
+def _earlier_act(pushes, local_step, num_steps):
+    return _some(delayed(pushes, num_steps))
+
+
+def _sums_act(pushes, local_step, accumulator_dtype=None, **options):
+    stamped = [(grads, local_step) for grads in pushes]
+    return _some(acts for acts, *_ in sums(stamped, **options))
+
+
+def _means_act(pushes, local_step, num_workers, method):
+    return _some(_mean_of_one_worker(pushes, local_step, method))
+
+
+def _some(played):
     return [grads for grads in played if grads is not None]
+
+
+ACTING = {
+    "accumulate": _sums_act,
+    "conditional_accumulator": _sums_act,
+    "delayed": _earlier_act,
+    "drop_stale": _fresh_act,
+    "lazy": _all_act,
+    "low_bit_state": _all_act,
+    "master_weights": _all_act,
+    "skip_spikes": _usual_act,
+    "worker_mean": _means_act,
+}
 
 
 def _mean_of_one_worker(pushes, local_step, method):

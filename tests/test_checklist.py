@@ -61,16 +61,21 @@ def of_a_transformation(name):
     if not rows:
         yield f"tests/descriptors.py: a row, D({name!r}, ...)", command(name)
     has_inner = "inner" in parameters(name)
-    if oracles.of(name) is None and not has_inner:
-        yield (
-            f"tests/oracles.py: the formula, def {alias}(params, sequence, ...)",
-            command(name, "tests/test_contract.py"),
-        )
+    if oracles.of(name) is None:
+        wanted = f"the formula, def {alias}(params, sequence, ...)"
+        if has_inner:
+            wanted = f"the new updates, def {name}(sequence, moved, ...), or ACTING"
+        yield f"tests/oracles.py: {wanted}", command(name, "tests/test_contract.py")
     elif rows:
         unknown = {name, alias}.isdisjoint({*KEPT, *oracles.AT_ONCE})
         if unknown and not has_inner and keeps_arrays(rows):
             yield (
                 f"tests/descriptors.py: KEPT[{alias!r}], the fields of its state",
+                command(name, "tests/test_contract.py"),
+            )
+        if has_inner and name not in oracles.ACTING and not any(map(changes, rows)):
+            yield (
+                "tests/descriptors.py: a row in which it changes what inner does",
                 command(name, "tests/test_contract.py"),
             )
         for argument in idle(name):
@@ -119,15 +124,23 @@ def idle(name):
                 yield p.name
 
 
+def changes(row):
+    """Whether a wrapper's formula gives other numbers than that of its ``inner``."""
+    return unlike(row, row.kwargs["inner"])
+
+
 def differs(row, argument):
     """Whether the formula gives other numbers without an argument of the row."""
     kwargs = {k: v for k, v in row.kwargs.items() if k != argument}
-    without = dataclasses.replace(row, kwargs=kwargs)
+    return unlike(row, dataclasses.replace(row, kwargs=kwargs))
+
+
+def unlike(row, other):
     rng = np.random.default_rng(16)  # The third is the longest.
     params, *pushes = ({"w": rng.standard_normal((3, 2))} for _ in range(4))
     return not all(
         np.allclose(
-            *(oracles.expected(r, params, pushes[:n])["w"] for r in (row, without)),
+            *(oracles.expected(r, params, pushes[:n])["w"] for r in (row, other)),
             rtol=1e-3,
         )
         for n in (1, 2, 3)

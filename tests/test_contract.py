@@ -349,7 +349,7 @@ BOUNDED = (
 
 def test_counts_end_at_the_largest_number(row):
     """After 2³¹ steps they would otherwise be negative."""
-    if row.name.removeprefix("scale_by_") in BOUNDED:
+    if any(name.removeprefix("scale_by_") in BOUNDED for name in row.factories()):
         pytest.skip("its counts never come there")
     largest, params, tx = np.int32(2**31 - 1), draw(0), row.make()
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from gradxform._jax import compilers
 from tests.conftest import pairwise
-from tests.descriptors import DESCRIPTORS, UNGATED, factory
+from tests.descriptors import DESCRIPTORS, UNGATED
 
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
 # Inside shard_map a row has to be whole on its device if it shares an accumulator.
@@ -48,10 +48,7 @@ def make(row, mode):
     specs = ROWS if manual and row.variant == "row_wise" else SPECS
     axis_type = AxisType.Explicit if mode == "explicit" else AxisType.Auto
     place = functools.partial(put, specs=specs, axis_type=axis_type)
-    given = row.arguments(axis_name=("x", "y") if manual else None)
-    if row.name == "accumulate":  # Its own axes are those of the data.
-        given |= {"axis_name": None}
-    return factory(row.name)(**given), specs, place
+    return row.make(axis_name=("x", "y") if manual else None), specs, place
 
 
 # The rows of a public factory share one program, of dicts by row.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -31,6 +31,27 @@ def sums(
     ``layers`` has for each leaf the sums of its layers over the entries on this device,
     and ``stacked`` how many of its axes stack layers.
     """
+    flat, axes, treedef = _layers_of(layers, axis_name, stacked)
+    whole = _over(jax.lax.psum, flat, [within for _, within in axes])
+    together = _over(
+        jax.lax.psum, list(map(jnp.sum, whole)), [across for across, _ in axes]
+    )
+    return jax.tree.unflatten(treedef, whole), together
+
+
+def means(
+    layers: PyTree[jax.Array], axis_name: AxisName, stacked: list[int]
+) -> PyTree[jax.Array]:
+    """The mean of each layer over all devices; as :func:`sums`, with means."""
+    flat, axes, treedef = _layers_of(layers, axis_name, stacked)
+    whole = _over(jax.lax.pmean, flat, [within for _, within in axes])
+    return jax.tree.unflatten(treedef, whole)
+
+
+def _layers_of(
+    layers: PyTree[jax.Array], axis_name: AxisName, stacked: list[int]
+) -> tuple[list[jax.Array], list[_Axes], jax.tree_util.PyTreeDef]:
+    """The leaves, the mesh axes over which each is sharded, and their structure."""
     flat, treedef = jax.tree.flatten_with_path(layers)
     # A leaf is sharded over those of the names over which it varies, or a prefix tree
     # of `PartitionSpec` says it.
@@ -40,9 +61,7 @@ def sums(
         given: Any = structures.prefix("axis_name", axis_name, layers, "updates")
         specs = treedef.flatten_up_to(given)  # type: ignore[attr-defined]
         axes = _sharded_axes(flat, specs, stacked)
-    whole = _psum([x for _, x in flat], [within for _, within in axes])
-    together = _psum(list(map(jnp.sum, whole)), [across for across, _ in axes])
-    return jax.tree.unflatten(treedef, whole), together
+    return [x for _, x in flat], axes, treedef
 
 
 def mean(x: jax.Array, axis_name: AxisName, tree: PyTree[Leaf]) -> jax.Array:
@@ -203,14 +222,18 @@ def axes_of(entries: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
     return tuple(name for names in several for name in names if name is not None)
 
 
-def _psum(leaves: list[jax.Array], axes: list[tuple[str, ...]]) -> list[jax.Array]:
-    """Each leaf summed over its mesh axes, with one collective for each set of axes."""
+def _over(
+    reduction: Callable[..., list[jax.Array]],
+    leaves: list[jax.Array],
+    axes: list[tuple[str, ...]],
+) -> list[jax.Array]:
+    """Each leaf reduced over its mesh axes, by one collective for each set of axes."""
     leaves = list(leaves)
     # Not a `set`: its order may differ between processes, which must run one program.
     for names in dict.fromkeys(axes):
         members = [i for i, given in enumerate(axes) if given == names]
         if names:
-            totals = jax.lax.psum([leaves[i] for i in members], names)
+            totals = reduction([leaves[i] for i in members], names)
             for i, total in zip(members, totals, strict=True):
                 leaves[i] = total
     return leaves

@@ -19,7 +19,7 @@ from gradxform._devices.mesh import AxisName
 from gradxform._jax import compilers
 from gradxform._numbers import arithmetic
 from gradxform._trees import dtypes, maps
-from gradxform._trees.types import Path, Prefix, PyTree
+from gradxform._trees.types import Leaf, Path, Prefix, PyTree
 
 # How many leading axes of a leaf stack layers.
 StackedAxes: TypeAlias = Prefix[int] | None
@@ -113,6 +113,28 @@ def squared_norms(
         names = maps.prefix_of(axis_name, updates)
         layers, terms = mesh.sums(layers, names, stacked)
     return layers, total(terms)
+
+
+def means(
+    tree: PyTree[Leaf],
+    *,
+    axis_name: AxisName = None,
+    stacked_axes: StackedAxes = None,
+) -> Layers:
+    """The mean of the entries of each layer; layers as in :func:`squared_norms`.
+
+    ``None`` stays. The entries have the dtype in which they are added up.
+    """
+    depths = maps.broadcast(_or_zero(stacked_axes), tree)
+
+    def mean(x: jax.Array, stacked: int) -> jax.Array:
+        return jnp.mean(x, axis=tuple(range(stacked, x.ndim)))
+
+    layers = maps.map_updates(mean, tree, depths)
+    if axis_name is None:
+        return layers
+    names = maps.prefix_of(axis_name, tree)
+    return mesh.means(layers, names, jax.tree.leaves(depths))
 
 
 def alone(updates: optax.Updates) -> optax.Updates:

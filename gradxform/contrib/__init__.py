@@ -15,6 +15,7 @@ Imports ``_transforms``, ``_late`` and what these import.
 """
 
 from gradxform.contrib._alignment import MomentumAlignment as MomentumAlignment
+from gradxform.contrib._cautious import cautious as cautious
 from gradxform.contrib._clip_by_zscore import ClipByZscoreState as ClipByZscoreState
 from gradxform.contrib._clip_by_zscore import clip_by_zscore as clip_by_zscore
 from gradxform.contrib._delayed_nesterov import (
