@@ -170,6 +170,17 @@ class How:
     largest: int = 4
 
 
+FAMILIES = {
+    "shapes": How(operations.SHAPES, nested=False, length=4),
+    "parts": How(operations.PARTS, nested=False, length=3),
+    "sums": How(operations.SUMS, nested=False, length=3),
+    "rest": How(operations.REST, nested=False, length=3),
+    "matrices": How(operations.MATRICES, nested=False, length=2),
+    "nested": How(operations.KEEP + operations.SHAPES, length=3),
+    "all": How(operations.ALL),
+}
+
+
 def program(integer, how):
     """A program, and arguments for it; None if no line of it fits."""
     d = Draw(integer)

@@ -6,6 +6,7 @@ families find what a draw of all operations would find in hours.
 
 import collections
 import itertools
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -16,18 +17,8 @@ from jax import lax
 from gradxform._jax import versions
 from gradxform._slices import rules, slices
 from gradxform._slices.rules import RULES, Along
-from tests.draw import operations, programs
-from tests.draw.programs import How
-
-FAMILIES = {
-    "shapes": How(operations.SHAPES, nested=False, length=4),
-    "parts": How(operations.PARTS, nested=False, length=3),
-    "sums": How(operations.SUMS, nested=False, length=3),
-    "rest": How(operations.REST, nested=False, length=3),
-    "matrices": How(operations.MATRICES, nested=False, length=2),
-    "nested": How(operations.KEEP + operations.SHAPES, length=3),
-    "all": How(operations.ALL),
-}
+from tests.draw import __main__, programs
+from tests.draw.programs import FAMILIES
 
 
 def drawn(family, count, seed=0):
@@ -48,6 +39,58 @@ def test_slices_are_those_of_the_whole_in_many_programs(family):
     found = [programs.check(p) for p in drawn(family, 150, seed=1)]
     refused, results = map(sum, zip(*found, strict=True))
     assert refused < 0.6 * results
+
+
+NAMED = {
+    # One array is made for two kinds of slices.
+    "of two axes": (
+        "z = lax.broadcasted_iota(float, (3, 3), 0) + jnp.full((3, 3), 0.5)",
+        "x * z, z + jnp.transpose(y)",
+    ),
+    "many readers": (
+        "z = jnp.arange(3.0).reshape(3, 1) + jnp.zeros((3, 3))\n"
+        + 20 * "z = z * 0.5 + z ** 2 * 0.25\n",
+        "x * z, x + z",
+    ),
+    "a part": ("z = jnp.arange(3.0)", "lax.dynamic_update_slice(x, x[:1], (1, 0)), z"),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", NAMED)
+def test_slices_of_a_program_by_name(name):
+    first, results = NAMED[name]
+    body = textwrap.indent(f"{first}\nreturn {results}\n", "  ")
+    rng = np.random.default_rng(0)
+    args = {key: rng.standard_normal((3, 3)) for key in ("x", "y", "w")}
+    p = programs.Program(f"def f(x, y, w):\n{body}", args, {"x": 0, "y": 0}, 3)
+    programs.check(p)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_broadcast_of_an_axis_makes_other_slices(number):
+    """One slice becomes four entries, or an axis in front of them."""
+    text = "def f(x, y, w):\n  return {} * 2, jnp.broadcast_to(x, (4, *x.shape)) + 1\n"
+    four = f"jnp.broadcast_to(x, (4, {number}, 3))"
+    args = {key: np.ones((number, 3)) for key in ("x", "y", "w")}
+    if number == 1:
+        four = "lax.broadcast_in_dim(x, (4, 3), (0, 1))"
+    programs.check(programs.Program(text.format(four), args, {"x": 0, "y": 0}, number))
+
+
+def test_a_hunt_finds_what_is_wrong(monkeypatch, capsys):
+    """With the rule of a transposition broken."""
+    turned = rules.Rule.of(lambda eqn, operand, along, number: along, "permutation")
+    monkeypatch.setitem(RULES, "transpose", turned)
+    monkeypatch.setattr(__main__, "shortest", lambda how: None)
+    monkeypatch.setattr("sys.argv", ["draw", "--minutes", "1", "--seed", "3"])
+    with pytest.raises(SystemExit, match="1"):
+        __main__.main()
+    assert "transpose" in capsys.readouterr().out
+    monkeypatch.undo()
+    monkeypatch.setattr("sys.argv", ["draw", "--minutes", "0.01"])
+    __main__.main()
+    assert "none is wrong" in capsys.readouterr().out
 
 
 # Never drawn: which operation, and which parameter of one.
