@@ -86,7 +86,7 @@ def test_a_hunt_finds_what_is_wrong(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["draw", "--minutes", "1", "--seed", "3"])
     with pytest.raises(SystemExit, match="1"):
         __main__.main()
-    assert "transpose" in capsys.readouterr().out
+    assert "print(f(x, y, w))" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setattr("sys.argv", ["draw", "--minutes", "0.01"])
     __main__.main()
