@@ -32,7 +32,8 @@ def examples(heading):
     _, _, rest = page.read_text().partition(f"\n## {heading}\n")
     named = {}
     for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):
-        exec(example.source, named)
+        with jax.numpy_dtype_promotion("standard"):  # As users have it.
+            exec(example.source, named)
     return named
 
 

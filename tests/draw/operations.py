@@ -6,9 +6,11 @@ None if the value does not fit. Sizes are small, and axes come in any order.
 
 from __future__ import annotations
 
+import inspect
 import math
 
 from hypothesis import strategies as st
+from jax import lax
 
 LETTERS = "abcdefgh"
 
@@ -161,18 +163,30 @@ def squeeze(d, x):
     return f"lax.squeeze({x}, {tuple(d.some_of(axes))})" if axes else None
 
 
+def axes_of(d, x):
+    return tuple(sorted(d.some_of(range(len(d.shape(x))))))
+
+
 def reduction(d, x):
-    axes = tuple(sorted(d.some_of(range(len(d.shape(x))))))
-    f = d.one_of(
+    axes = axes_of(d, x)
+    return d.one_of(
         [f"jnp.{f}({x}, axis={axes})" for f in ("sum", "max", "min", "prod")]
         + [f"jnp.{f}({x} > 0.2, axis={axes}) + 0.0" for f in ("all", "any")]
-        + [
-            f"lax.reduce_{f}(({x} * 8).astype(int), {axes}) + 0.0"
-            for f in ("and", "or", "xor")
-        ]
-        + [f"lax.reduce({x}, 0.0, lambda a, b: a + 2 * b, {axes[:1]})"] * bool(axes)
     )
-    return None if "lambda" in f and d.shape(x)[axes[0]] > 1 else f
+
+
+def reduction_of_bits(d, x):
+    f = d.one_of(["and", "or", "xor"])
+    return f"lax.reduce_{f}(({x} * 8).astype(int), {axes_of(d, x)}) + 0.0"
+
+
+def reduction_by(d, x):
+    """By a function. Of several entries the result would depend on their order."""
+    ones = [a for a, n in enumerate(d.shape(x)) if n == 1]
+    if not ones:
+        return None
+    f = f"lambda a, b: a + {d.integer(2, 3)} * b"
+    return f"lax.reduce({x}, 0.0, {f}, ({d.one_of(ones)},))"
 
 
 def argmax(d, x):
@@ -250,7 +264,10 @@ def top_k(d, x):
         return None
     axis = positive(d, x, axis)
     k, which = d.integer(0, d.shape(x)[axis]), d.integer(0, 1)
-    return f"lax.top_k({x}, {k}, axis={axis})[{which}] + 0.0"
+    # JAX 0.12 has an argument that others lack.
+    known = "is_stable" in inspect.signature(lax.top_k).parameters
+    how = f", is_stable={d.chance()}" if known else ""
+    return f"lax.top_k({x}, {k}, axis={axis}{how})[{which}] + 0.0"
 
 
 def multiplied(d, x):
@@ -361,6 +378,21 @@ def factorized(d, x):
     return d.one_of(f)
 
 
+def fourier(d, x):
+    """Along the last axes."""
+    if 0 in d.shape(x) or not d.shape(x):
+        return None
+    sizes = d.shape(x)[-d.integer(1, len(d.shape(x))) :][-3:]
+    real = f"lax.fft({x}, 'rfft', {sizes})"
+    return d.one_of(
+        [
+            f"jnp.abs({real})",
+            f"lax.fft({real}, 'irfft', {sizes})",
+            f"jnp.abs(lax.fft({x} + 0j, '{d.one_of(['fft', 'ifft'])}', {sizes}))",
+        ]
+    )
+
+
 def bits(d, x):
     return d.one_of(
         [
@@ -376,6 +408,17 @@ SHAPES = (reshape, transpose, broadcast, squeeze)
 KEEP = (elementwise, of_one_entry, cumulative, flip, sort, barrier, counted, constant)
 KEEP += (made, bits, written)
 PARTS = (cut, dynamic_cut, pad, joined, divided, flip, taken, written, top_k, transpose)
-SUMS = (reduction, argmax, multiplied, cumulative, sort, of_one_entry, reshape)
-REST = (elementwise, drawn, factorized, bits, made, counted, constant, transpose)
+SUMS = (reduction, reduction_of_bits, reduction_by, argmax, multiplied, cumulative)
+SUMS += (sort, of_one_entry, reshape)
+REST = (
+    elementwise,
+    drawn,
+    factorized,
+    fourier,
+    bits,
+    made,
+    counted,
+    constant,
+    transpose,
+)
 ALL = tuple(dict.fromkeys((*SHAPES, *KEEP, *PARTS, *SUMS, *REST)))
