@@ -25,6 +25,7 @@ class Op(enum.StrEnum):
     DOT = "dot_general"
     DYNAMIC_SLICE = "dynamic_slice"
     DYNAMIC_UPDATE_SLICE = "dynamic_update_slice"
+    FFT = "fft"
     GATHER = "gather"
     IOTA = "iota"
     JIT = "jit"
@@ -94,9 +95,9 @@ OVER_MESH = frozenset({"pmax", "pmin", "ppermute", "psum", "psum_invariant"})
 # Parameters that do not say where entries go, whatever the operation: they say what is
 # computed, in which dtype, how, on which devices, or in which order along another axis.
 _NO_PLACES = """
-    bit_width computation dtype fill_value index_dtype indices_are_sorted is_stable
-    jaxpr k mode num_keys out_sharding precision preferred_element_type reverse sharding
-    sizes unique_indices unroll update_consts update_jaxpr
+    bit_width computation dtype fft_type fill_value index_dtype indices_are_sorted
+    is_stable jaxpr k mode num_keys out_sharding precision preferred_element_type
+    reverse sharding sizes unique_indices unroll update_consts update_jaxpr
 """
 # What `scan_lengths` reads, and parameters of `scan` that say nothing more.
 SCAN_LENGTHS = frozenset({"ft_in", "num_carry", "num_consts"})

@@ -124,6 +124,15 @@ def _in_front(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     return along if along.axis < len(shape_of(eqn.invars[0])) - 2 else None
 
 
+def _transformed(
+    eqn: JaxprEqn, operand: int, along: Along, number: int
+) -> Along | None:
+    """Fourier's transforms are along the last axes; axes in front are a batch."""
+    del number
+    first = len(shape_of(eqn.invars[operand])) - len(eqn.params["fft_lengths"])
+    return along if along.axis < first else None
+
+
 def _cut(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
     """The axis of the slices is left as it is."""
     del number
@@ -235,6 +244,7 @@ RULES: dict[str, Rule] = {
     Op.DOT: Rule.of(_multiplied, "dimension_numbers"),
     Op.DYNAMIC_SLICE: Rule.of(_elementwise, "slice_sizes"),
     Op.DYNAMIC_UPDATE_SLICE: Rule.of(_written),
+    Op.FFT: Rule.of(_transformed, "fft_lengths"),
     Op.GATHER: Rule.of(_read, "dimension_numbers", "slice_sizes"),
     Op.IOTA: Rule.of(_elementwise, "dimension", "shape"),
     Op.PAD: Rule.of(_padded, "padding_config"),

@@ -358,6 +358,21 @@ def factorized(d, x):
     return d.one_of(f)
 
 
+def fourier(d, x):
+    """Along the last axes."""
+    if 0 in d.shape(x) or not d.shape(x):
+        return None
+    sizes = d.shape(x)[-d.integer(1, len(d.shape(x))) :][-3:]
+    real = f"lax.fft({x}, 'rfft', {sizes})"
+    return d.one_of(
+        [
+            f"jnp.abs({real})",
+            f"lax.fft({real}, 'irfft', {sizes})",
+            f"jnp.abs(lax.fft({x} + 0j, '{d.one_of(['fft', 'ifft'])}', {sizes}))",
+        ]
+    )
+
+
 def bits(d, x):
     return d.one_of(
         [
@@ -374,6 +389,6 @@ KEEP = (elementwise, of_one_entry, cumulative, flip, sort, barrier, counted, con
 KEEP += (made, bits, written)
 PARTS = (cut, dynamic_cut, pad, joined, divided, flip, taken, written, top_k, transpose)
 SUMS = (reduction, argmax, multiplied, cumulative, sort, of_one_entry, reshape)
-REST = (elementwise, drawn, bits, made, counted, constant, transpose)
+REST = (elementwise, drawn, fourier, bits, made, counted, constant, transpose)
 MATRICES = (factorized, transpose, factorized, multiplied)
 ALL = tuple(dict.fromkeys((*SHAPES, *KEEP, *PARTS, *SUMS, *REST, *MATRICES)))

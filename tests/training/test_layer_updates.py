@@ -306,6 +306,9 @@ ALONG = {
     ),
     "writes": jax.vmap(lambda x: x.at[jnp.argmin(x[:, 0])].multiply(2).at[:, 0].set(1)),
     "diagonal": jax.vmap(lambda x: x.at[jnp.arange(6), jnp.arange(6)].add(1)),
+    "fft": lambda x: jnp.fft.irfft(jnp.fft.rfft(x)[..., :2], x.shape[-1]),
+    "fft of two axes": lambda x: jnp.real(jnp.fft.ifft2(jnp.abs(jnp.fft.fft2(x)))),
+    "fft of another axis": lambda x: jnp.abs(jnp.fft.fft(x, axis=1)),
     "a part": lambda x: jax.lax.dynamic_update_slice_in_dim(
         x, 2 * jax.lax.dynamic_slice_in_dim(x, jnp.argmax(jnp.arange(2)), 2, 1), 0, 1
     ),
@@ -355,6 +358,8 @@ MIXED = {
     "pad": lambda x: jax.lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0), (0, 0, 0))),
     "pad between": lambda x: jax.lax.pad(x, 0.0, ((0, 0, 1), *[(0, 0, 0)] * 2))[:4],
     "slice": lambda x: x * x[:1],
+    "fft": lambda x: jnp.abs(jnp.fft.fft(x, axis=0)),
+    "fft of all axes": lambda x: jnp.abs(jnp.fft.fftn(x)),
 }
 
 
