@@ -52,6 +52,11 @@ NAMED = {
         + 20 * "z = z * 0.5 + z ** 2 * 0.25\n",
         "x * z, x + z",
     ),
+    # Each turn returns its input, so JAX leaves a loop that returns nothing.
+    "an empty loop": (
+        "z = lax.scan(lambda c, v: (c, v), 0.0, x)[1]",
+        "z + y, jnp.transpose(z)",
+    ),
     "a part": ("z = jnp.arange(3.0)", "lax.dynamic_update_slice(x, x[:1], (1, 0)), z"),
 }
 
