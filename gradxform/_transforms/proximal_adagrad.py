@@ -135,10 +135,8 @@ def proximal_adagrad(
             else:
                 is_zero = False
             # w' = 0 where |v| ≤ η·l1
-            update = arithmetic.scale(-step, 1 / (1 + decay))
-            update = jnp.where(is_zero, -wide, update)
-            dtype = g.dtype if g.dtype == w.dtype else wide.dtype
-            return update.astype(dtype), total
+            update = jnp.where(is_zero, -wide, arithmetic.scale(-step, 1 / (1 + decay)))
+            return update.astype(g.dtype if g.dtype == w.dtype else wide.dtype), total
 
         sums = [state.sum_of_squares]
         structures.same_shapes(

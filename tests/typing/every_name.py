@@ -109,6 +109,7 @@ def single_papers() -> None:
         gx.contrib.scale_by_delayed_nesterov(num_delay=2),
         gx.contrib.scale_by_momentum_look_ahead(),
         gx.contrib.scale_by_worker([1.0, 0.5]),
+        gx.contrib.cautious(optax.sgd(0.1)),
         look_ahead,
     ]
     assert_type(state_of(tx[0], gx.contrib.ClipByZscoreState).mean, jax.Array)
