@@ -355,6 +355,36 @@ def test_layers_keep_no_array_of_their_gradients(tx, dtype, two_passes):
     assert temporary(()) > 1
 
 
+@pytest.mark.parametrize("name", ["teacher", "reference"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_scans_that_only_read_layers_need_no_copy(name):
+    """A teacher reads the stack itself, and two scans read a frozen reference."""
+    chip = mesh("v5e:2x2")
+    names = ["w"] if name == "teacher" else ["w", "reference"]
+    stack = jax.ShapeDtypeStruct((16, 1024, 1024), jnp.float32)
+    params = placed(dict.fromkeys(names, stack), chip)
+    tx, x = optax.adamw(0.1), placed(jax.ShapeDtypeStruct((8, 1024), "float32"), chip)
+    state = placed(jax.eval_shape(tx.init, params), chip)
+
+    def net(stack, x):
+        return jax.lax.scan(lambda x, w: (x + jnp.tanh(x @ w), None), x, stack)[0]
+
+    def loss(params, x):
+        read = jax.lax.stop_gradient(params[names[-1]])
+        return jnp.mean(
+            (net(params["w"], x) - net(read, 2 * x) - net(read, 3 * x)) ** 2
+        )
+
+    def temporary(layers):
+        learns = {key: key == "w" for key in names}
+        step = gx.minimize(loss, tx, layers=layers, trainable=learns)
+        found = step.lower(params, state, x).compile().memory_analysis()
+        return found.temp_size_in_bytes / 2**26
+
+    assert temporary(names) <= 0.02
+    assert temporary([]) > 1
+
+
 @pytest.mark.parametrize(
     ("tx", "dtype", "of_state", "bound"),
     [
