@@ -9,7 +9,7 @@ device, so a transformation need not know about the kinds.
 - ``boxes``: trees with and without boxes, Flax's wrappers that name mesh axes.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``placeholders``: whose state a leaf of a state is, as ``init`` shows it.
-- ``states``: what a state says about itself, as that it is a gate's; finds gates.
+- ``states``: a mark on the class of a state, as that of a gate; finds gates.
 - ``extra_args``: which extra arguments a transformation takes.
 - ``links``: a transformation from a function of its updates, or of its state too.
 

@@ -452,7 +452,7 @@ def test_a_loop_around_the_scan(loop):
         step(start(), optax.sgd(0.1).init(start()), X)
 
 
-# Several scans over a stack, of which one has a derivative by it.
+# Several scans over a stack: the loss has a derivative by it through one of them.
 
 stop = jax.lax.stop_gradient
 
