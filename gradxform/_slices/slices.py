@@ -213,9 +213,7 @@ class Evaluator:
     def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
         """The results of a jaxpr; some of them may be missing, as some inputs are."""
         consts = [Constant(x) if shape_of(x) else x for x in closed.consts]
-        # Nobody outside of a trace can use an array that is made in it.
-        once = dataclasses.replace(self, made={})
-        return jaxprs.run(closed.jaxpr, [*consts, *inputs], once.apply)
+        return jaxprs.run(closed.jaxpr, [*consts, *inputs], self._anew().apply)
 
     def arrays(
         self, values: Iterable[Value], kinds: Iterable[Kind | None]
@@ -225,8 +223,7 @@ class Evaluator:
         Raises:
           MixedSlicesError: one of them is missing, or has no such slices.
         """
-        once = dataclasses.replace(self, made={})
-        return list(map(once._array, values, kinds))
+        return list(map(self._anew()._array, values, kinds))
 
     def _array(
         self, x: Value, kind: Kind | None, eqn: JaxprEqn | None = None
@@ -251,9 +248,7 @@ class Evaluator:
         return results
 
     def _attempt(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
-        if not (
-            eqn.outvars or eqn.effects
-        ):  # JAX leaves loops whose results are known.
+        if not (eqn.outvars or eqn.effects):  # JAX leaves such loops in a program.
             return []
         missing = _missing(inputs)
         if missing and name not in _CALLS:
@@ -399,9 +394,13 @@ class Evaluator:
         """The same for a program inside of an equation."""
         return dataclasses.replace(self, at=(*self.at, id(eqn), branch))
 
+    def _anew(self) -> Evaluator:
+        """The same without arrays that were made before, perhaps in another trace."""
+        return dataclasses.replace(self, made={})
+
     def _traced(self) -> Evaluator:
         """The same within another trace: nobody outside can use values from there."""
-        return dataclasses.replace(self, notes=None, made={})
+        return dataclasses.replace(self._anew(), notes=None)
 
     def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return self._inside(eqn).results(eqn.params["jaxpr"], inputs)
@@ -521,8 +520,8 @@ class Evaluator:
         positions: Iterable[int],
     ) -> Numbered:
         """Results at these positions as arrays, with the slices that others have."""
-        once = dataclasses.replace(self, made={})
-        return {k: once._array(new[k], _kind(like[k]), eqn) for k in positions}
+        array = self._anew()._array
+        return {k: array(new[k], _kind(like[k]), eqn) for k in positions}
 
     def _carried(self, x: Value, y: Value, eqn: JaxprEqn) -> Value:
         """A carry like the one that a step gives for it."""
@@ -650,7 +649,7 @@ class Evaluator:
 
         The function itself keeps no array.
         """
-        bare = dataclasses.replace(self, known={}, first={}, notes=None, made={})
+        bare = dataclasses.replace(self._traced(), known={}, first={})
         places, sources = list(self.known), list(self.first)
 
         def rebuild(arrays: Any) -> Evaluator:
