@@ -102,9 +102,6 @@ from gradxform._transforms.learning_rate import (
 from gradxform._transforms.low_bit_state import LowBitState as LowBitState
 from gradxform._transforms.low_bit_state import low_bit_state as low_bit_state
 from gradxform._transforms.master_weights import (
-    CountedMasterWeightsState as CountedMasterWeightsState,
-)
-from gradxform._transforms.master_weights import (
     MasterWeightsState as MasterWeightsState,
 )
 from gradxform._transforms.master_weights import (

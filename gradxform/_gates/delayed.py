@@ -23,7 +23,7 @@ from gradxform._trees.types import Leaf, PyTree
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
 
-@states.Mark(gate=True)
+@states.Mark(gate=True, takes_none=True)
 class DelayedState(NamedTuple):
     """State of :func:`delayed`.
 

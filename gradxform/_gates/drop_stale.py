@@ -16,7 +16,7 @@ from gradxform._numbers import constants
 from gradxform._trees import states
 
 
-@states.Mark(gate=True)
+@states.Mark(gate=True, needs={"local_step": "stale_count"})
 class DropStaleState(NamedTuple):
     """State of :func:`drop_stale`.
 

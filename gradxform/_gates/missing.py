@@ -26,7 +26,7 @@ from gradxform._checks import structures
 from gradxform._trees import maps
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
-from gradxform._trees.states import has_gate
+from gradxform._trees.states import takes_none
 from gradxform._trees.types import Leaf, Path, PyTree, T
 
 
@@ -70,8 +70,7 @@ def update(
         return tx.update(updates, state, params, **extra)
     tree = updates if params is None else maps.masked_like(updates, params)
     # Sums, tables and rings of pushes have rules of their own for None.
-    has_rules = any(has_gate(state, x) for x in ("num_accumulated", "counts", "count"))
-    marks = None if has_rules else _marks(tx, tree, state)
+    marks = None if takes_none(state) else _marks(tx, tree, state)
     if marks is None:
         try:
             return tx.update(_unmarked(updates, missing), state, params, **extra)

@@ -41,7 +41,16 @@ Enters: TypeAlias = Callable[
 ]
 
 
-@states.Mark(gate=True)
+@states.Mark(
+    gate=True,
+    takes_none=True,
+    needs={
+        "weight": "num_accumulated",
+        "last": "num_accumulated",
+        "local_step": "stale_count",
+    },
+    not_by_row=states.ADDS_STEPS,
+)
 class ConditionalAccumulatorState(NamedTuple):
     """State of :func:`conditional_accumulator` and of :func:`accumulate`.
 

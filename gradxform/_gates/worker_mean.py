@@ -24,7 +24,12 @@ from gradxform._trees.types import Gradient, Leaf
 Method = Literal["all", "latest", "ringleader"]
 
 
-@states.Mark(gate=True)
+@states.Mark(
+    gate=True,
+    takes_none=True,
+    needs={"local_step": "stale_count"},
+    kept=["means", "table"],  # Sums over all steps, and what is subtracted from them.
+)
 class WorkerMeanState(NamedTuple):
     """State of :func:`worker_mean`, for n workers.
 

@@ -19,16 +19,6 @@ from gradxform._trees import maps
 from gradxform._trees.extra_args import with_extra_args_support
 from gradxform._trees.types import Leaf
 
-# States with a row for each row of a table, which still cannot act by the row.
-_SUM = "adds up several steps, and each touches other rows, so it belongs around lazy"
-_NOT_BY_ROW = {
-    "ApplyEvery": _SUM,
-    "ConditionalAccumulatorState": _SUM,
-    "MultiStepsState": _SUM,
-    "MuonState": "mixes the rows of a matrix",
-    "SAMState": "takes several steps on the same rows, and each touches others",
-}
-
 
 def lazy(
     inner: optax.GradientTransformation,
@@ -115,7 +105,7 @@ def lazy(
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
         extra = {k: x if k in like else _refused(k, x) for k, x in extra.items()}
         whole = maps.masked_like(updates, updates if params is None else params)
-        states = States(rows.policy, rows.arrays(), inner.init, whole, _NOT_BY_ROW)
+        states = States(rows.policy, rows.arrays(), inner.init, whole, are_rows=True)
         try:
             kinds, lacking = states.of_step(updates, state, params, extra)
             for error in lacking.values():

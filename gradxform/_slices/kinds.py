@@ -8,8 +8,7 @@ kind: a threshold of sizes may lie between two of them.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -19,7 +18,9 @@ from gradxform._checks import structures
 from gradxform._slices.rules import Along, shape_of
 from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
 from gradxform._trees import dtypes, maps
+from gradxform._trees.maps import Field
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
+from gradxform._trees.states import mark_of
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
 
@@ -85,16 +86,14 @@ class States(NamedTuple):
       arrays: those that have slices, by their paths.
       init: makes the state.
       whole: parameters, or descriptions of them.
-      refused: says of some kinds of states why their slices cannot act alone.
-      hints: says of some of their fields what to do if these have no slices.
+      are_rows: whether slices are rows: others come with each step.
     """
 
     policy: Policy
     arrays: Mapping[Path, Whole]
     init: optax.TransformInitFn
     whole: optax.Params
-    refused: Mapping[str, str] = types.MappingProxyType({})
-    hints: Mapping[str, str] = types.MappingProxyType({})
+    are_rows: bool = False
 
     def of_step(
         self,
@@ -238,26 +237,40 @@ class States(NamedTuple):
                 kind = _differing(array, shape, other, new[owner])
             elif shape == other:
                 continue
-            names = [field.partition(".")[0] for field in fields[path]]
-            names = [name for name in names if name in self.refused] or names
-            reason = self.refused.get("".join(names[:1]))
-            if not reason and kind is not None:
+            kinds = [cls for cls, _ in fields[path]] if self.are_rows else []
+            refused = [cls for cls in kinds if mark_of(cls).not_by_row]
+            if not refused and kind is not None:
                 found[path] = kind
                 continue
-            where = " of ".join([jax.tree_util.keystr(path), *names[-1:]])
-            one, whole = self.policy.slice, self.policy.whole
-            hint = "".join(self.hints.get(field, "") for field in fields[path][-1:])
-            if owner is None and not hint:
-                hint = ": make it from the parameter in init, by jax.tree.map"
-            lacks = reason or f"has no {one} for each {one} of the {whole}{hint}"
-            found[path] = error = MixedSlicesError(
-                f"the state {where}, of shape {list(shape)}, {lacks}"
+            found[path] = error = self._refusal(
+                path, shape, fields[path], refused, is_owned=owner is not None
             )
             if array is None and self.policy.is_numbered:
                 continue  # It may be read, like a constant.
-            if reason or array is None or shape != other or _may_have(array, shape):
+            if refused or array is None or shape != other or _may_have(array, shape):
                 raise error
         return found
+
+    def _refusal(
+        self,
+        path: Path,
+        shape: Shape,
+        fields: Sequence[Field],
+        refused: Sequence[type],
+        *,
+        is_owned: bool,
+    ) -> MixedSlicesError:
+        """The error for a leaf: its classes refuse slices, or it has none."""
+        of = refused[-1:] or [cls for cls, _ in fields[-1:]]
+        where = " of ".join([jax.tree_util.keystr(path), *(cls.__name__ for cls in of)])
+        one, whole = self.policy.slice, self.policy.whole
+        lacks = f"has no {one} for each {one} of the {whole}"
+        hints = [mark_of(cls).hints.get(field) for cls, field in fields[-1:]]
+        if not is_owned and not any(hints):
+            hints = ["make it from the parameter in init, by jax.tree.map"]
+        reason = mark_of(refused[0]).not_by_row if refused else ""
+        lacks = reason or ": ".join([lacks, *filter(None, hints)])
+        return MixedSlicesError(f"the state {where}, of shape {list(shape)}, {lacks}")
 
 
 def _may_have(whole: Whole, shape: Shape) -> bool:

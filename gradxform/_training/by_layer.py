@@ -85,12 +85,6 @@ _LATER = (
     "after the last layer"
 )
 _GONE = "its update of other leaves reads all layers"
-# Fields that may have no layer for each layer, and with which argument they have.
-_HINTS = {
-    "LowBitState.scales": ": give low_bit_state block_axis=-1, or name it in keep",
-    "MeasureNormsState.norms": ": give measure_norms stacked_axes=1",
-    "ScaleByNovogradState.nu": ": give novograd stacked_axes=1",
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -372,7 +366,7 @@ def _kinds(
         own = jax.eval_shape(tx.init, learning)
     structures.own_state(state, own)
     structures.own_shapes(state, own)
-    states = States(_policy(), arrays, tx.init, made_for, hints=_HINTS)
+    states = States(_policy(), arrays, tx.init, made_for)
     kinds, lacking = states.of_step(params, state, learning, extra)
     numbers = {path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))}
     owned = states.owned(state)

@@ -18,8 +18,10 @@ from gradxform._rows import boundary
 from gradxform._transforms import clipping
 from gradxform._transforms.learning_rate import proximal_rate
 from gradxform._trees import dtypes
+from gradxform._trees.states import Mark
 
 
+@Mark(kept=["linear"])  # A sum over all steps, which parameters are computed from.
 class FtrlState(NamedTuple):
     """State of :func:`ftrl`.
 

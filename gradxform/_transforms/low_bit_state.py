@@ -20,53 +20,18 @@ from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.maps import Field
+from gradxform._trees.states import Mark, mark_of
 from gradxform._trees.types import Leaf, PyTree, T
 
 _SHORTEST = 8  # A scale takes as much as 4 codes.
-
-# State that stays as it is, by its class and field: steps are lost beside it in 8 bits.
-_WHOLE = {
-    # Parameters, or their copy: a step changes less than the next code does.
-    "COCOBState.init_particles",
-    "DoGState.init_params",
-    "DoWGState.init_params",
-    "MadgradState.x0",
-    "MechanicState.x0",
-    "ProdigyState.params0",
-    "SAMState.cache",
-    "ScaleByDistanceOverGradientsState.init_params",
-    "ScaleByLBFGSState.params",
-    "ScheduleFreeState.z",
-    # Sums over all steps, which parameters are computed from.
-    "COCOBState.cumulative_gradients",
-    "COCOBState.reward",
-    "COCOBState.subgradients",
-    "DAdaptAdamWState.grad_sum",
-    "FtrlState.linear",
-    "MadgradState.s",
-    "ProdigyState.grad_sum",
-    "WorkerMeanState.means",
-    # Numbers that are subtracted from others near to them.
-    "MomoAdamState.exp_avg",
-    "MomoState.exp_avg",
-    "ScaleByLBFGSState.updates",
-    "ScaleByRStdDevState.mu",
-    "ScaleByRStdDevState.nu",
-    "ScaleByRStdDevWithCountState.mu",
-    "ScaleByRStdDevWithCountState.nu",
-    "WorkerMeanState.table",
-    # What rounding took from parameters.
-    "CountedMasterWeightsState.residual",
-    "MasterWeightsState.residual",
-    # The sign of its zeros has a meaning, and 8 bits have no -0.0.
-    "ScaleByNovogradState.nu",
-}
 
 # Those of an array in 8 bits; a masked node for a leaf that is not.
 _Scales: TypeAlias = jax.Array | optax.MaskedNode
 _Encoded: TypeAlias = tuple[jax.Array, jax.Array]  # Scales and codes.
 
 
+@Mark(hints={"scales": "give low_bit_state block_axis=-1, or name it in keep"})
 class LowBitState(NamedTuple):
     """State of :func:`low_bit_state`.
 
@@ -192,14 +157,15 @@ def low_bit_state(
         paths = [path for path, _ in maps.leaves_with_path(state)]
         is_kept = structures.names("keep", keep, "leaves of the state", paths)
         names = map(structures.path_str, paths)
-        whole = [not _WHOLE.isdisjoint(each) for each in maps.fields(state)]
 
-        def axis_for(name: str, x: Any, whole: bool) -> int | None:
-            if whole or isinstance(x, optax.MaskedNode) or is_kept(name):
+        def axis_for(name: str, x: Any, fields: tuple[Field, ...]) -> int | None:
+            if any(name in mark_of(kind).kept for kind, name in fields):
+                return None
+            if isinstance(x, optax.MaskedNode) or is_kept(name):
                 return None
             return _axis_for(x, block_size, min_size, block_axis)
 
-        entries = zip(names, maps.leaves(state), whole, strict=True)
+        entries = zip(names, maps.leaves(state), maps.fields(state), strict=True)
         axes = [axis_for(*entry) for entry in entries]
         if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
             return _traced_state(inner.init, params, state, axes, block_size)

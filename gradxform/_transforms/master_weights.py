@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.states import Mark
 from gradxform._trees.types import Leaf, Param, Params, Path
 
 _TAKES_NO_ROWS = (
@@ -30,6 +31,7 @@ _TAKES_NO_ROWS = (
 _PARTS = {jnp.dtype(jnp.int8): 254.0, jnp.dtype(jnp.int16): 2.0**16}
 
 
+@Mark(kept=["residual"])  # What rounding took from parameters.
 class MasterWeightsState(NamedTuple):
     """State of :func:`master_weights`.
 
@@ -37,27 +39,12 @@ class MasterWeightsState(NamedTuple):
       residual: like params, of the dtype ``residual_dtype``: float32 less the rounded
         parameter. A masked node for a parameter that is not in half precision.
       inner_state: the state of ``inner``, for float32 parameters.
-    """
-
-    residual: optax.Updates
-    inner_state: optax.OptState
-
-
-class CountedMasterWeightsState(NamedTuple):
-    """State of :func:`master_weights` with residuals that round: int8 or bfloat16.
-
-    Attributes:
-      residual: as in :class:`MasterWeightsState`.
-      inner_state: the state of ``inner``, for float32 parameters.
-      count: int32[], the updates so far; how a residual is rounded depends on it.
+      count: int32[], the updates so far; how int8 and bfloat16 round depends on it.
     """
 
     residual: optax.Updates
     inner_state: optax.OptState
     count: jax.Array  # type: ignore[assignment]  # A tuple's method of that name.
-
-
-_State: TypeAlias = MasterWeightsState | CountedMasterWeightsState
 
 
 def master_weights(
@@ -114,9 +101,8 @@ def master_weights(
       residual_dtype: ``"int16"``, ``"int8"`` or ``"bfloat16"``.
 
     Returns:
-      A transformation with state :class:`MasterWeightsState`, or for ``"int8"`` and
-      ``"bfloat16"`` :class:`CountedMasterWeightsState`. Its updates are float32 for
-      parameters in half precision. :func:`get_master_weights` gives the float32
+      A transformation with state :class:`MasterWeightsState`. Its updates are float32
+      for parameters in half precision. :func:`get_master_weights` gives the float32
       parameters. If the gradient of a table is :class:`IndexedSlices`, only the touched
       rows of it and of the residual are read and written, and ``inner`` gets these rows
       alone.
@@ -124,9 +110,10 @@ def master_weights(
     Raises:
       ValueError: another ``residual_dtype``, or ``params`` is missing in an update.
       TypeError: ``inner`` is no transformation; a parameter has integers, or less than
-        16 bits; the state is that of another transformation or of parameters in other
-        dtypes; updates and parameters differ in structure or shape; or ``inner`` gets
-        rows of a table and takes only whole ones.
+        16 bits; the state is that of another transformation, of another
+        ``residual_dtype`` or of parameters in other dtypes; updates and parameters
+        differ in structure or shape; or ``inner`` gets rows of a table and takes only
+        whole ones.
 
     References:
       Micikevicius et al., `Mixed precision training
@@ -154,31 +141,29 @@ def master_weights(
     arguments.transformation("inner", inner)
     arguments.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
     inner = with_extra_args_support(inner)
-    counts = residual_dtype != "int16"
-    state_type = CountedMasterWeightsState if counts else MasterWeightsState
 
     def zeros(p: Param) -> jax.Array | optax.MaskedNode:
         if not half.is_half(p):
             return optax.MaskedNode()
         return constants.full_like(p, 0, residual_dtype)
 
-    def init_fn(params: optax.Params) -> _State:
+    def init_fn(params: optax.Params) -> MasterWeightsState:
         half.check_precision("master_weights", params)
-        return state_type(
+        return MasterWeightsState(
             maps.map_params(zeros, params),
             inner.init(maps.map_params(_widened, params)),
-            *([constants.zero(params, jnp.int32)] if counts else []),
+            constants.zero(params, jnp.int32),
         )
 
     def update_fn(
         updates: optax.Updates,
-        state: _State,
+        state: MasterWeightsState,
         params: optax.Params | None = None,
         **extra: object,
-    ) -> tuple[optax.Updates, _State]:
+    ) -> tuple[optax.Updates, MasterWeightsState]:
         params = structures.params_like("master_weights", updates, params)
-        structures.own_kind(state, state_type)
-        _check(params, state.residual)
+        structures.own_kind(state, MasterWeightsState)
+        _check(params, state.residual, residual_dtype)
         updates = maps.map_updates(
             lambda g, r: dtypes.widen(g) if maps.has_gradient(r) else g,
             updates,
@@ -193,7 +178,8 @@ def master_weights(
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)
             raise
-        threshold = half.even_threshold(*state[2:]) if counts else None
+        is_fine = residual_dtype == "int16"
+        threshold = None if is_fine else half.even_threshold(state.count)
         move = functools.partial(_move, threshold, [])
         halves = maps.map_leaves(
             lambda u, r: u if maps.has_gradient(r) else None, updates, state.residual
@@ -202,8 +188,8 @@ def master_weights(
             move, halves, [state.residual], reads=[params]
         )
         updates = maps.map_leaves(lambda u, n: u if n is None else n, updates, halves)
-        kept = residual, inner_state, *map(optax.safe_increment, state[2:])
-        return updates, state_type(*kept)
+        count = optax.safe_increment(state.count)
+        return updates, MasterWeightsState(residual, inner_state, count)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -258,14 +244,14 @@ def get_master_weights(params: Params, state: optax.OptState) -> Params:
     >>> w, gx.get_master_weights(w, state)
     (Array([1], dtype=bfloat16), Array([0.99975586], dtype=float32))
     """
-    found = maps.nodes(state, lambda node: isinstance(node, _State))
+    found = maps.nodes(state, lambda node: isinstance(node, MasterWeightsState))
     if not found:
         raise TypeError(
             "state has no MasterWeightsState, got none in "
             f"{type(state).__name__}. Pass the state of gradxform.master_weights."
         )
     for _, own in found:
-        _check(params, own.residual, masked=True)
+        _check(params, own.residual)
         params = maps.map_leaves(_master, own.residual, params)
     return params
 
@@ -342,17 +328,24 @@ def _held(g: Leaf, p: Leaf, r: Leaf) -> Leaf:
 
 
 def _check(
-    params: optax.Params, residual: optax.Updates, *, masked: bool = False
+    params: optax.Params, residual: optax.Updates, residual_dtype: str = ""
 ) -> None:
     """Raises ``TypeError`` unless each parameter in half precision has a residual.
 
-    With ``masked`` the residual may lack parameters of another transformation.
+    Without a ``residual_dtype`` it may have any, and may lack parameters of another
+    transformation.
     """
     structures.same_shapes("state.residual", residual, "params", params)
 
     def check(path: Path, p: Leaf, r: Leaf) -> None:
-        if not maps.has_gradient(p) or (masked and not maps.has_gradient(r)):
+        if not (maps.has_gradient(p) and (residual_dtype or maps.has_gradient(r))):
             return
+        if maps.has_gradient(r) and residual_dtype not in ("", r.dtype.name):
+            raise TypeError(
+                f"state.residual is {r.dtype} at {structures.path_name(path)}, but "
+                f"residual_dtype is {residual_dtype!r}. Pass the residual_dtype with "
+                "which the state was made."
+            )
         if maps.has_gradient(r) != half.is_half(p):
             raise TypeError(
                 f"params have {dtypes.dtype_of(p)} at {structures.path_name(path)}, "

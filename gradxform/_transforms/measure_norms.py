@@ -16,9 +16,11 @@ from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.links import stateful
+from gradxform._trees.states import Mark
 from gradxform._trees.types import Gradient, Leaf
 
 
+@Mark(hints={"norms": "give measure_norms stacked_axes=1"})
 class MeasureNormsState(NamedTuple):
     """State of :func:`measure_norms`.
 

@@ -18,6 +18,7 @@ from gradxform._rows import boundary
 from gradxform._transforms import clipping, momentum
 from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
 from gradxform._trees import boxes, dtypes, maps
+from gradxform._trees.states import Mark
 from gradxform._trees.types import Prefix, PyTree
 
 # The defaults of both functions.
@@ -32,6 +33,8 @@ _MAY_BE_0 = (
 )
 
 
+# 8 bits have no -0.0.
+@Mark(kept=["nu"], hints={"nu": "give novograd stacked_axes=1"})
 class ScaleByNovogradState(NamedTuple):
     """State of :func:`scale_by_novograd`.
 

@@ -9,13 +9,6 @@ import optax
 
 from gradxform._trees import states
 
-# Extra arguments that a gate inside needs, by a field of its state.
-_NEEDED = {
-    "weight": "num_accumulated",
-    "last": "num_accumulated",
-    "local_step": "stale_count",
-}
-
 
 def with_extra_args_support(
     tx: optax.GradientTransformation,
@@ -73,8 +66,7 @@ def _check_ignored(
 ) -> None:
     """Raises ``TypeError`` if ``tx`` ignores an argument that is needed inside."""
     for name in names:
-        field = _NEEDED.get(name)
-        if field and states.has_gate(state, field):
+        if states.needs(state, name):
             around = getattr(tx.update, "__qualname__", type(tx).__name__)
             raise TypeError(
                 f"{name} is for a wrapper inside of {around}, which "

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -55,8 +55,12 @@ def nodes(
     return [(path, node) for path, node in found if is_one(node)]
 
 
-def fields(tree: PyTree[object], *around: str) -> Iterator[tuple[str, ...]]:
-    """For each leaf the fields of named tuples around it, as ``"TraceState.trace"``."""
+# A class of named tuples, and the name of a field.
+Field: TypeAlias = tuple[type, str]
+
+
+def fields(tree: PyTree[object], *around: Field) -> Iterator[tuple[Field, ...]]:
+    """For each leaf the fields of named tuples around it, the innermost last."""
     children = jax.tree.leaves_with_path(
         tree, is_leaf=lambda node: node is not tree or is_leaf(node)
     )
@@ -65,7 +69,7 @@ def fields(tree: PyTree[object], *around: str) -> Iterator[tuple[str, ...]]:
             yield around
         elif hasattr(tree, "_fields"):
             name = getattr(path[0], "name", "")  # A class may have keys of its own.
-            yield from fields(child, *around, f"{type(tree).__name__}.{name}")
+            yield from fields(child, *around, (type(tree), name))
         else:
             yield from fields(child, *around)
 

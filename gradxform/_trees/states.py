@@ -1,11 +1,14 @@
 """What a state says about itself, by a mark on its class.
 
-A state of somebody else may have fields of the same names, so fields say nothing.
+A state of somebody else may have fields of the same names, so fields say nothing. What
+is known of optax's classes stands in a table at the end.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import types
+from collections.abc import Collection, Mapping
 
 import optax
 
@@ -13,6 +16,7 @@ from gradxform._trees import maps
 from gradxform._trees.types import Path, T
 
 _MARK = "_gradxform_mark"
+_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,9 +26,23 @@ class Mark:
     Attributes:
       gate: whether it is the state of a gate. Then it has an ``inner_state``, and
         counters of its own.
+      takes_none: whether its transformation has rules of its own for a leaf without a
+        gradient.
+      needs: extra arguments that its transformation must not lose, and for each the
+        field that is not empty then.
+      kept: the fields that must not have 8 bits: steps would be lost beside them.
+      not_by_row: why the rows of a table cannot act alone, although the state has a
+        row for each.
+      hints: fields that may have no layer for each layer, and with which argument they
+        have.
     """
 
     gate: bool = False
+    takes_none: bool = False
+    needs: Mapping[str, str] = _NOTHING
+    kept: Collection[str] = ()
+    not_by_row: str = ""
+    hints: Mapping[str, str] = _NOTHING
 
     def __call__(self, kind: type[T]) -> type[T]:
         """The same class, marked."""
@@ -32,9 +50,11 @@ class Mark:
         return kind
 
 
-def mark_of(node: object) -> Mark:
-    """The mark of a node of a state; nothing is known of a class without one."""
-    mark: Mark = getattr(type(node), _MARK, Mark())
+def mark_of(kind: type) -> Mark:
+    """The mark of a class of states; nothing is known of one without a mark."""
+    is_of_optax = kind.__module__.partition(".")[0] == "optax"
+    known = OF_OPTAX.get(kind.__name__) if is_of_optax else None
+    mark: Mark = known or getattr(kind, _MARK, Mark())
     return mark
 
 
@@ -49,10 +69,56 @@ def gates(
     """The states of the outermost gates, with this field, and the paths to them."""
     return maps.nodes(
         state,
-        lambda node: mark_of(node).gate and (field is None or has_field(node, field)),
+        lambda node: (
+            mark_of(type(node)).gate and (field is None or has_field(node, field))
+        ),
     )
+
+
+def needs(state: optax.OptState, name: str) -> bool:
+    """Whether an outermost gate in a state must not lose this extra argument."""
+    found = [(node, mark_of(type(node)).needs.get(name)) for _, node in gates(state)]
+    return any(field and has_field(node, field) for node, field in found)
+
+
+def takes_none(state: optax.OptState) -> bool:
+    """Whether an outermost gate in a state has rules of its own for a missing leaf."""
+    return any(mark_of(type(node)).takes_none for _, node in gates(state))
 
 
 def has_gate(state: optax.OptState, field: str | None = None) -> bool:
     """Whether a state holds that of a gate, with this field."""
     return bool(gates(state, field))
+
+
+ADDS_STEPS = (
+    "adds up several steps, and each touches other rows, so it belongs around lazy"
+)
+_MIXED = "mixes the rows of a matrix"
+_AGAIN = "takes several steps on the same rows, and each touches others"
+
+OF_OPTAX = {
+    "ApplyEvery": Mark(not_by_row=ADDS_STEPS),
+    "MultiStepsState": Mark(not_by_row=ADDS_STEPS),
+    "MuonState": Mark(not_by_row=_MIXED),
+    # Parameters, or their copy: a step changes less than the next code does.
+    "DoGState": Mark(kept=["init_params"]),
+    "DoWGState": Mark(kept=["init_params"]),
+    "MechanicState": Mark(kept=["x0"]),
+    "SAMState": Mark(kept=["cache"], not_by_row=_AGAIN),
+    "ScaleByDistanceOverGradientsState": Mark(kept=["init_params"]),
+    "ScheduleFreeState": Mark(kept=["z"]),
+    # Sums over all steps, which parameters are computed from.
+    "COCOBState": Mark(
+        kept=["init_particles", "cumulative_gradients", "reward", "subgradients"]
+    ),
+    "DAdaptAdamWState": Mark(kept=["grad_sum"]),
+    "MadgradState": Mark(kept=["x0", "s"]),
+    "ProdigyState": Mark(kept=["params0", "grad_sum"]),
+    # Numbers that are subtracted from others near to them.
+    "MomoAdamState": Mark(kept=["exp_avg"]),
+    "MomoState": Mark(kept=["exp_avg"]),
+    "ScaleByLBFGSState": Mark(kept=["params", "updates"]),
+    "ScaleByRStdDevState": Mark(kept=["mu", "nu"]),
+    "ScaleByRStdDevWithCountState": Mark(kept=["mu", "nu"]),
+}

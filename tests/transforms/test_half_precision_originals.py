@@ -180,7 +180,7 @@ def test_steps_in_24_bits_are_as_near_to_float32_as_flashoptims():
     np.testing.assert_array_equal(np.float32(params[0]), column(case, "params")[0])
     # float32 rounds sums in another order: by up to one of 254 parts.
     np.testing.assert_allclose(residual[0], column(case, "residual")[0], atol=1)
-    state = gx.CountedMasterWeightsState(
+    state = gx.MasterWeightsState(
         jnp.asarray(column(case, "residual"), jnp.int8), (), jnp.int32(0)
     )
     theirs = gx.get_master_weights(

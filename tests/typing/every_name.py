@@ -67,7 +67,6 @@ def optimizers() -> None:
         gx.delayed(sgd, 2),
         gx.low_bit_state(optax.adam(0.1)),
         gx.master_weights(sgd, residual_dtype="int16"),
-        gx.master_weights(sgd, residual_dtype="int8"),
     ]
     config = gx.get_config(gx.from_config({"name": "ftrl", "learning_rate": 0.1}))
     print(config["name"])
@@ -77,7 +76,7 @@ def optimizers() -> None:
     state_of(tx[6], gx.LowBitState)
     state = state_of(tx[7], gx.MasterWeightsState)
     assert_type(gx.get_master_weights(start(), state), Params)
-    assert_type(state_of(tx[8], gx.CountedMasterWeightsState).count, jax.Array)
+    assert_type(state.count, jax.Array)
 
 
 def gates() -> None:
