@@ -89,8 +89,10 @@ def advance(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
 ) -> None:
     """Adds the results of some equations to the values of variables."""
+    from jax.extend.core import Literal
+
     for eqn in eqns:
-        inputs = read(env, eqn.invars)
+        inputs = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
         results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:
             results = versions.evaluate(eqn, inputs)

@@ -7,6 +7,7 @@ may mix them, and so may one with a parameter that its rule does not know.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from gradxform._jax import jaxprs, versions
+from gradxform._jax import versions
 from gradxform._jax.versions import Op
 from gradxform._trees.types import Shape
 
@@ -110,10 +111,15 @@ def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     return None
 
 
-def _beside(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    """The operation mixes entries along other axes, and may drop these."""
+def _beside(
+    axes: str, eqn: JaxprEqn, operand: int, along: Along, number: int
+) -> Along | None:
+    """The operation mixes entries along other axes, and may drop these.
+
+    ``axes`` is the parameter with these axes.
+    """
     del number
-    own = eqn.params[versions.OWN_AXES[jaxprs.name_of(eqn)]]
+    own = eqn.params[axes]
     kept = _without(own if isinstance(own, tuple) else (own,), along)
     before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     return along if kept and len(before) == len(after) else kept
@@ -237,7 +243,10 @@ def _drawn(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
 RULES: dict[str, Rule] = {
     **dict.fromkeys(versions.ELEMENTWISE | versions.SAME_VALUES, Rule(_elementwise)),
     **dict.fromkeys(versions.REDUCTIONS, Rule.of(_reduced, "axes")),
-    **{op: Rule.of(_beside, axes) for op, axes in versions.OWN_AXES.items()},
+    **{
+        op: Rule.of(functools.partial(_beside, axes), axes)
+        for op, axes in versions.OWN_AXES.items()
+    },
     **dict.fromkeys(versions.OF_MATRICES, Rule(_in_front)),
     **dict.fromkeys(versions.SCATTERS, Rule.of(_scattered, "dimension_numbers")),
     Op.BROADCAST: Rule.of(_broadcast, "broadcast_dimensions", "shape"),
@@ -257,13 +266,15 @@ RULES: dict[str, Rule] = {
 }
 
 
-def after(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def after(
+    name: str, eqn: JaxprEqn, operand: int, along: Along, number: int
+) -> Along | None:
     """The slices of a result, from those of an operand that has ``number`` of them.
 
     None: the operation mixes them, or nothing is known of it, or the operand is the
     same for each slice.
     """
-    rule = RULES.get(jaxprs.name_of(eqn))
+    rule = RULES.get(name)
     if rule is None or not rule.knows(eqn):
         return None
     return rule.after(eqn, operand, along, number)

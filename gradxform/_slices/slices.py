@@ -242,9 +242,9 @@ class Evaluator:
         if place in self.known:
             return self.known[place]
         results = self._attempt(name, inputs, eqn)
-        is_scalar = not any(map(shape_of, eqn.outvars))
-        if self.notes is not None and is_scalar and not _missing(results):
-            self.notes.scalars[place] = results
+        if self.notes is not None and not _missing(results):
+            if not any(map(shape_of, eqn.outvars)):
+                self.notes.scalars[place] = results
         return results
 
     def _attempt(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
@@ -301,7 +301,7 @@ class Evaluator:
         """The slices of a result, from those of an operand."""
         if name in self.policy.refused:
             return None
-        along = after(eqn, operand, kind.along, kind.source.number)
+        along = after(name, eqn, operand, kind.along, kind.source.number)
         return along and Kind(kind.source, along)
 
     def _operands(
@@ -310,11 +310,12 @@ class Evaluator:
         """Operands of an equation whose result is of this kind, and their kinds."""
         kinds: list[Kind | None] = []
         for k, x in enumerate(inputs):
-            number, axes = kind.source.number, enumerate(shape_of(eqn.invars[k]))
-            ways = [Along(a, size // number) for a, size in axes if not size % number]
-            before = [Kind(kind.source, along) for along in ways]
             if isinstance(x, Slices):
                 before = [x.kind]
+            else:
+                number, sizes = kind.source.number, enumerate(shape_of(eqn.invars[k]))
+                ways = [Along(a, n // number) for a, n in sizes if not n % number]
+                before = [Kind(kind.source, along) for along in ways]
             fitting = (b for b in before if self._after(name, eqn, k, b) == kind)
             kinds.append(next(fitting, None))
         pairs = zip(inputs, kinds, strict=True)
@@ -557,16 +558,26 @@ class Evaluator:
             number = platforms.index(None)
             return insides[number].results(branches[number], operands)
         if self.notes is not None:  # An equation inside may add up slices.
-            for inside, side in zip(insides, branches, strict=True):
-                inside.results(side, operands)
+            pairs = zip(insides, branches, strict=True)
+            sides = [inside.results(branch, operands) for inside, branch in pairs]
         if isinstance(index, Missing):
             return [index.used(eqn)] * len(eqn.outvars)
+        if self.notes is not None:
+            return [self._selected(index, column) for column in zip(*sides, strict=True)]
 
         def results(n: int, given: Numbered) -> list[Value]:
             inside = insides[n]._traced()
             return inside.results(branches[n], _filled(operands, given))
 
         return self._switch(index, len(branches), results, _given(operands))
+
+    def _selected(self, index: jax.Array, column: Sequence[Value]) -> Value:
+        """A result of a conditional, from those of its branches."""
+        if missing := _missing(column):
+            return missing
+        kind = next(filter(None, map(_kind, column)), None)
+        arrays = [self._array(x, kind) for x in column]
+        return _of_kind(jax.lax.select_n(index, *arrays), kind)
 
     def _switch(
         self,
@@ -576,17 +587,35 @@ class Evaluator:
         given: Numbered,
     ) -> list[Value]:
         """``jax.lax.switch`` over functions of arrays whose results are any values."""
+        from jax.extend.core import jaxpr_as_fun
+
         made: list[list[Value]] = []
-        for n in range(number):  # So each branch knows what the others have.
-            jax.eval_shape(
-                lambda x, n=n: made.append(list(map(_without_array, results(n, x)))),
-                given,
-            )
+
+        def there(n: int, given: Numbered) -> Numbered:
+            values = results(n, given)
+            made.append(list(map(_without_array, values)))
+            array, each = self._anew()._array, enumerate(values)
+            return {k: array(x, _kind(x)) for k, x in each if not _missing([x])}
+
+        programs = [
+            jax.make_jaxpr(functools.partial(there, n), return_shape=True)(given)
+            for n in range(number)
+        ]
         columns = list(zip(*made, strict=True))
         kinds = [next(filter(None, map(_kind, column)), None) for column in columns]
         missing = list(map(_missing, columns))
+        pairs = zip(columns, kinds, missing, strict=True)
+        are_alike = all(
+            reason or {*map(_kind, column)} == {kind} for column, kind, reason in pairs
+        )
 
         def taken(n: int, given: Numbered) -> list[jax.Array]:
+            if are_alike:
+                program, types = programs[n]
+                arrays = jaxpr_as_fun(program)(*jax.tree.leaves(given))
+                pairs = zip(types, arrays, strict=True)
+                return [x for k, x in pairs if not missing[k]]
+            # Now it is known which slices the results of other branches have.
             made = zip(results(n, given), kinds, missing, strict=True)
             there = [(x, kind) for x, kind, reason in made if not reason]
             return self.arrays(*zip(*there, strict=True)) if there else []
@@ -747,14 +776,15 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
 
     An array of its shape that is there already would have to be cut.
     """
-    shape = shape_of(eqn.outvars[0]) if len(eqn.outvars) == 1 else ()
-    if not shape or name not in RULES or name in versions.MAKES:
-        return bool(shape) and name in versions.MAKES
     deferred = [isinstance(x, Deferred) for x in inputs]
+    if name not in versions.MAKES and not (name in RULES and any(deferred)):
+        return False
+    shape = shape_of(eqn.outvars[0]) if len(eqn.outvars) == 1 else ()
+    if not shape or name in versions.MAKES:
+        return bool(shape)
     pairs = zip(deferred, map(shape_of, eqn.invars), strict=True)
     others = [given for is_deferred, given in pairs if given and not is_deferred]
-    is_elementwise = name in versions.ELEMENTWISE and shape not in others
-    return any(deferred) and (is_elementwise or not others)
+    return not others or (name in versions.ELEMENTWISE and shape not in others)
 
 
 def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:

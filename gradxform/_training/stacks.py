@@ -81,7 +81,7 @@ class StackVariable(NamedTuple):
         for axis, size in enumerate(shape):
             found = [Along(axis, size // length)]
             for eqn in self.equations if not size % length else ():
-                along = after(eqn, 0, found[-1], length)
+                along = after(jaxprs.name_of(eqn), eqn, 0, found[-1], length)
                 if along is None:
                     break
                 found.append(along)

@@ -156,10 +156,11 @@ def test_a_parameter_that_no_rule_knows_is_refused():
     (rev, turned, sine) = jax.make_jaxpr(f)(jnp.ones((2, 3))).jaxpr.eqns
     along = Along(0)
     for eqn, wanted in ((rev, along), (turned, Along(1)), (sine, along)):
-        assert rules.after(eqn, 0, along, 2) == wanted
+        name = eqn.primitive.name
+        assert rules.after(name, eqn, 0, along, 2) == wanted
         other = eqn.replace(params=eqn.params | {"by_another_order": True})
         is_elementwise = eqn is sine
-        got = rules.after(other, 0, along, 2)
+        got = rules.after(name, other, 0, along, 2)
         assert got == (along if is_elementwise else None)
 
 
