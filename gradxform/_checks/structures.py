@@ -233,8 +233,10 @@ def fits(leaf: Gradient, reference: Leaf) -> bool:
     A gradient of shape (3, 1) for a parameter of shape (3,) would broadcast, and a
     complex one for a real parameter would lose its imaginary part.
     """
-    is_lost = arguments.is_complex(leaf) and not arguments.is_complex(reference)
-    return has_shape(leaf, reference) and not is_lost
+    is_alike = getattr(leaf, "dtype", None) == getattr(reference, "dtype", "")
+    if is_alike or not arguments.is_complex(leaf) or arguments.is_complex(reference):
+        return has_shape(leaf, reference)
+    return False
 
 
 def has_shape(leaf: Gradient, reference: Leaf) -> bool:

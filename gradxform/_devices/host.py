@@ -20,7 +20,7 @@ from gradxform._checks import arguments, structures
 from gradxform._jax import compilers, versions
 from gradxform._trees import dtypes, maps
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
-from gradxform._trees.types import Leaf, Path, PyTree, T
+from gradxform._trees.types import Leaf, Path, PyTree, SparseLeaf, T
 
 DEVICE, _HOST = jax.memory.Space.Device, jax.memory.Space.Host
 
@@ -141,11 +141,13 @@ def check_served(name: str, tree: PyTree[Leaf]) -> None:
 
 def to_device(tree: PyTree[T]) -> PyTree[T]:
     """The same tree on the device."""
+    if not any(map(is_on_host, jax.tree.leaves(tree))):
+        return tree  # A sparse leaf has to stay the same one.
 
     def bring(x: Any) -> Any:  # Any leaf.
         return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
-    return maps.map_leaves(bring, tree)
+    return jax.tree.map(bring, tree)
 
 
 def with_bytes(
@@ -208,6 +210,8 @@ def to_memory_of(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
         return new
 
     def put(old: Leaf, new: Any) -> Any:  # Any leaf.
+        if isinstance(old, SparseLeaf):
+            return new.with_values(put(old.values, new.values))
         there = is_on_host(old) and not is_on_host(new)
         return jax.device_put(new, _HOST) if there else new
 

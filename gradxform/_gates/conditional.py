@@ -47,7 +47,7 @@ def typed_cond(
 
     def apply_typed() -> T:
         return maps.map_leaves(
-            lambda old, new: _as_type(new, old) if maps.has_gradient(old) else new,
+            lambda old, new: _as_type(new, old) if isinstance(old, _Type) else new,
             before,
             apply(),
         )
@@ -64,7 +64,7 @@ def typed_cond(
         return maps.map_leaves(
             lambda old, new: (
                 _as_type(old, new)
-                if maps.has_gradient(old)
+                if isinstance(old, jax.Array)
                 # The zero of an index of a row-sparse gradient is padding.
                 else jax.tree.map(constants.zeros_of_type, new)
             ),
@@ -102,9 +102,10 @@ def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type], bool]:
 
 def _as_type(x: jax.Array, like: _Type) -> jax.Array:
     """``x`` with the dtype, the explicit sharding and the varying axes of a type."""
+    if jax.typeof(x) == like:
+        return x
     if x.dtype != like.dtype:
         x = x.astype(like.dtype)
     if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
         x = jax.sharding.reshard(x, like.sharding)
-    varying = versions.varying_axes
-    return versions.to_varying(x, varying(like) - varying(jax.typeof(x)))
+    return versions.varying_as(x, like)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
 from gradxform._numbers.apply_updates import apply_updates
 from gradxform._trees import maps
 from gradxform._trees.extra_args import with_extra_args_support
-from gradxform._trees.types import Leaf, Path, PyTree
+from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
 Outcome: TypeAlias = optax.Updates | optax.Params | None
@@ -188,14 +188,16 @@ def inner_state(
 def _guarded(
     gate: Gate,
     updates: optax.Updates,
-    state: optax.OptState,
+    state: Any,  # A named tuple with an `inner_state`.
     params: optax.Params | None,
     extra: dict[str, object],
     *,
     whole: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """The step of a gate: one conditional, and the new state."""
-    given, state = state, maps.map_with_path(_own_brought, state)
+    # The step brings the state behind it.
+    given, inner = state, state.inner_state
+    state = host.to_device(state._replace(inner_state=()))._replace(inner_state=inner)
     decision = gate.decide(updates, state, **extra)
     before = decision.state.inner_state
     by: By = "bool"
@@ -223,12 +225,6 @@ def _guarded(
     state = counted(decision.state, decision.applies, decision.accepted)
     settled = decision.settle(state._replace(inner_state=new), done, buffers)
     return outcome, host.to_memory_of(settled, given)
-
-
-def _own_brought(path: Path, x: Leaf) -> Leaf:
-    """A leaf of a gate's state on the device; the step brings the state behind it."""
-    inside = path[:1] == (jax.tree_util.GetAttrKey("inner_state"),)
-    return x if inside else host.to_device(x)
 
 
 def _in_hbm(x: Leaf) -> Leaf:

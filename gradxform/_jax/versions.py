@@ -128,6 +128,11 @@ def to_varying(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     return getattr(jax.lax, "pvary")(x, axes)  # noqa: B009
 
 
+def varying_as(x: jax.Array, like: jax.core.ShapedArray) -> jax.Array:
+    """``x`` with a type that varies over the axes of another one, too."""
+    return to_varying(x, varying_axes(like) - varying_axes(jax.typeof(x)))
+
+
 def unreduced_axes(x_type: jax.core.ShapedArray) -> frozenset[str]:
     """The explicit mesh axes over which an array of this type is not summed yet."""
     return frozenset(x_type.sharding.spec.unreduced or ())

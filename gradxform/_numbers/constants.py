@@ -125,12 +125,8 @@ def stacked(x: jax.Array, n: int) -> jax.Array:
 
 def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
-    leaves = jax.tree.leaves(params)
-    numbers = [
-        p
-        for p in leaves
-        if jnp.issubdtype(dtypes.dtype_of(p), jnp.number) and not host.is_on_host(p)
-    ]
+    there = [p for p in jax.tree.leaves(params) if not host.is_on_host(p)]
+    numbers = [p for p in there if jnp.issubdtype(dtypes.dtype_of(p), jnp.number)]
     if not numbers:
         return jnp.zeros((), dtype)
     p = param(min(numbers, key=np.size))

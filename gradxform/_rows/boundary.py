@@ -34,10 +34,10 @@ def summed_rows(updates: optax.Updates) -> optax.Updates:
 
     A transformation that is linear in the gradients needs no summed rows.
     """
-    return maps.map_leaves(
-        lambda g: g.sum_duplicates() if is_sparse(g) else g,
-        maps.without_float0(updates),
-    )
+    updates = maps.without_float0(updates)
+    if not any(map(is_sparse, maps.leaves(updates))):
+        return updates
+    return maps.map_leaves(lambda g: g.sum_duplicates() if is_sparse(g) else g, updates)
 
 
 def map_step(
@@ -62,11 +62,15 @@ def map_step(
         old, given = others[:number], others[end:]
         if not maps.has_gradient(g):
             return g, *old
+        if not is_sparse(g):
+            u, *new = f(*map(jnp.asarray, (g, *others[:end])), *given)
+            pairs = zip(old, new, strict=True)
+            return u, *(x.astype(jnp.asarray(s).dtype) for s, x in pairs)
         seen = (gather_rows(g, x) for x in others[:end])
-        u, *new = f(jnp.asarray(maps.stored(g)), *seen, *given)
+        u, *new = f(g.values, *seen, *given)
         pairs = zip(old, new, strict=True)
         kept = (scatter_rows(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
-        return g.with_values(u) if is_sparse(g) else u, *kept
+        return g.with_values(u), *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
     columns = gradients, *map(maps.leaves, state), *map(up_to, (*reads, *rest))

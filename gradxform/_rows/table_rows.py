@@ -149,8 +149,19 @@ def no_gradients(name: str, params: optax.Params) -> None:
             )
 
 
-def numbered(params: optax.Params, grads: optax.Updates) -> optax.Updates:
-    """Gradients that count the rows of a part of a table from 0, as its array does."""
+def as_arrays(
+    grads: optax.Updates, params: optax.Params
+) -> tuple[optax.Updates, optax.Params]:
+    """Gradients and parameters, with an array for each part of a table.
+
+    The gradients count its rows from 0.
+
+    Raises:
+      TypeError: parameters hold a row-sparse gradient, or a part has a dense one.
+    """
+    if not any(isinstance(p, SparseLeaf) for p in maps.leaves(params)):
+        return grads, params
+    no_gradients("params", params)
 
     def number(path: Path, p: Leaf, g: Leaf) -> Leaf:
         if not isinstance(p, TableRows) or not maps.has_gradient(g):
@@ -163,7 +174,7 @@ def numbered(params: optax.Params, grads: optax.Updates) -> optax.Updates:
             )
         return IndexedSlices(positions(p, g.indices), g.values, p.values.shape)
 
-    return maps.map_with_path(number, params, grads)
+    return maps.map_with_path(number, params, grads), maps.stored(params)
 
 
 def with_rows(params: optax.Params, new: optax.Params) -> optax.Params:

@@ -95,21 +95,28 @@ class Missing(NamedTuple):
     """A value that is not there, and why.
 
     Attributes:
-      reason: why the slices that are there do not give it.
-      is_given: whether it was given, and no operation has used it yet.
+      why: why the slices that are there do not give it.
       is_absent: whether the cause is an argument that is not there now.
+      by: the first operation that has used this argument.
     """
 
-    reason: str
-    is_given: bool = False
+    why: str
     is_absent: bool = False
+    by: JaxprEqn | None = None
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it was given, and no operation has used it yet."""
+        return self.is_absent and self.by is None
+
+    @property
+    def reason(self) -> str:
+        """The reason, and the operation."""
+        return f"{self.why}, by {jaxprs.place(self.by)}" if self.by else self.why
 
     def used(self, eqn: JaxprEqn) -> Missing:
         """The result of an operation that needs it."""
-        if not self.is_given:
-            return self
-        reason = f"{self.reason}, by {jaxprs.place(eqn)}"
-        return Missing(reason, is_absent=self.is_absent)
+        return self._replace(by=eqn) if self.is_given else self
 
 
 # An array without slices, a literal, or one of the classes above.
@@ -242,9 +249,8 @@ class Evaluator:
         if place in self.known:
             return self.known[place]
         results = self._attempt(name, inputs, eqn)
-        if self.notes is not None and not _missing(results):
-            if not any(map(shape_of, eqn.outvars)):
-                self.notes.scalars[place] = results
+        if self.notes is not None and all(map(_is_scalar, results)):
+            self.notes.scalars[place] = results
         return results
 
     def _attempt(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
@@ -307,17 +313,20 @@ class Evaluator:
     def _operands(
         self, name: str, inputs: list[Value], eqn: JaxprEqn, kind: Kind
     ) -> tuple[list[Kind | None], list[Any]]:
-        """Operands of an equation whose result is of this kind, and their kinds."""
-        kinds: list[Kind | None] = []
+        """Operands of an equation whose result is of this kind, and their kinds.
+
+        Those that are slices give this kind.
+        """
+        source, kinds = kind.source, list(map(_kind, inputs))
         for k, x in enumerate(inputs):
             if isinstance(x, Slices):
-                before = [x.kind]
-            else:
-                number, sizes = kind.source.number, enumerate(shape_of(eqn.invars[k]))
-                ways = [Along(a, n // number) for a, n in sizes if not n % number]
-                before = [Kind(kind.source, along) for along in ways]
-            fitting = (b for b in before if self._after(name, eqn, k, b) == kind)
-            kinds.append(next(fitting, None))
+                continue
+            for axis, size in enumerate(shape_of(eqn.invars[k])):
+                before = Kind(source, Along(axis, size // source.number))
+                fits = not size % source.number
+                if fits and self._after(name, eqn, k, before) == kind:
+                    kinds[k] = before
+                    break
         pairs = zip(inputs, kinds, strict=True)
         return kinds, [
             self._whole(x) if kind is None else self._sliced(x, kind, eqn)
@@ -563,7 +572,9 @@ class Evaluator:
         if isinstance(index, Missing):
             return [index.used(eqn)] * len(eqn.outvars)
         if self.notes is not None:
-            return [self._selected(index, column) for column in zip(*sides, strict=True)]
+            return [
+                self._selected(index, column) for column in zip(*sides, strict=True)
+            ]
 
         def results(n: int, given: Numbered) -> list[Value]:
             inside = insides[n]._traced()
@@ -721,6 +732,11 @@ def _missing(values: Iterable[Value]) -> Missing | None:
     """The first missing value; if it can be, one that no other argument would give."""
     missing = [x for x in values if isinstance(x, Missing)]
     return min(missing, key=lambda x: x.is_absent, default=None)
+
+
+def _is_scalar(x: Value) -> bool:
+    """Whether it is there, and has one entry."""
+    return not (isinstance(x, _SPECIAL) or np.ndim(x))
 
 
 def _kind(x: Value) -> Kind | None:

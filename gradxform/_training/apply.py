@@ -89,19 +89,29 @@ def apply_gradients(
     """
     structures.no_lookahead(params, state)
     structures.same_shapes("grads", grads, "params", params)
+    arrays = host.to_device((grads, params))
+    new, state = _applied(tx, *arrays, state, extra)
+    return host.to_memory_of(new, params), state
+
+
+def _applied(
+    tx: optax.GradientTransformation,
+    grads: PyTree[Leaf],
+    params: Params,
+    state: State,
+    extra: dict[str, object],
+) -> tuple[Params, State]:
+    """:func:`apply_gradients` for gradients like the parameters, on the device."""
     structures.some_gradient("grads", grads)
-    table_rows.no_gradients("params", params)
-    grads = table_rows.numbered(params, grads)
-    given = maps.stored(params)
-    arrays = host.to_device(given)
-    grads = missing.normalized(host.to_device(grads), arrays)
+    grads, arrays = table_rows.as_arrays(grads, params)
+    grads = missing.normalized(grads, arrays)
     try:
         with boundary.explained(grads):
             new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
     except AttributeError:  # Another state has other fields.
         structures.own_state(state, jax.eval_shape(tx.init, arrays))
         raise
-    return table_rows.with_rows(params, host.to_memory_of(new, given)), state
+    return new if arrays is params else table_rows.with_rows(params, new), state
 
 
 def minimize(
@@ -255,7 +265,7 @@ def training_step(
         value, grads = gradient(host.to_device(learning), *batch)
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
         extra = {**accepted_kwargs(tx, {"value": value}), **extra}
-        params, state = apply_gradients(tx, grads, state, params, **extra)
+        params, state = _applied(tx, grads, params, state, extra)
         return host.to_memory_of(params, given), state, value, *aux
 
     return step

@@ -203,7 +203,7 @@ class Update:
         self, args: Numbered, reason: str, evaluator: Evaluator
     ) -> dict[int, Value]:
         """The results for some arguments; ``reason`` says why others are missing."""
-        missing = Missing(reason, is_given=True, is_absent=True)
+        missing = Missing(reason, is_absent=True)
         values = [
             missing
             if n not in args

@@ -83,6 +83,8 @@ def has_gradient(g: T | None) -> TypeGuard[T]:
 
 def without_float0(updates: optax.Updates) -> optax.Updates:
     """The same updates, with ``None`` for each ``float0``, which JAX gives integers."""
+    if all(map(has_gradient, leaves(updates))):
+        return updates
     return map_leaves(lambda g: g if has_gradient(g) else nothing(g), updates)
 
 
