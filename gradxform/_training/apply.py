@@ -89,8 +89,8 @@ def apply_gradients(
     """
     structures.no_lookahead(params, state)
     structures.same_shapes("grads", grads, "params", params)
-    arrays = host.to_device((grads, params))
-    new, state = _applied(tx, *arrays, state, extra)
+    grads, arrays = host.to_device((grads, params))
+    new, state = _applied(tx, grads, arrays, state, extra)
     return host.to_memory_of(new, params), state
 
 
@@ -111,7 +111,9 @@ def _applied(
     except AttributeError:  # Another state has other fields.
         structures.own_state(state, jax.eval_shape(tx.init, arrays))
         raise
-    return new if arrays is params else table_rows.with_rows(params, new), state
+    if arrays is not params:
+        new = table_rows.with_rows(params, new)
+    return cast(Params, new), state
 
 
 def minimize(
