@@ -65,7 +65,6 @@ from gradxform._gates.delayed import DelayedState as DelayedState
 from gradxform._gates.delayed import delayed as delayed
 from gradxform._gates.drop_stale import DropStaleState as DropStaleState
 from gradxform._gates.drop_stale import drop_stale as drop_stale
-from gradxform._gates.gate import GatedTransformation as GatedTransformation
 from gradxform._gates.skip_spikes import SkipSpikesState as SkipSpikesState
 from gradxform._gates.skip_spikes import skip_spikes as skip_spikes
 from gradxform._gates.sums import (

@@ -29,7 +29,7 @@ PUBLIC = sorted(public(gx) + public(gx.contrib))
 STATES = [name for name in PUBLIC if name.endswith("State")]
 RECORDS = [name for name in PUBLIC if hasattr(factory(name), "_fields")]
 # What a user calls. Only its wrappers make a gated transformation.
-CALLED = sorted({*PUBLIC} - {*RECORDS} - {"GatedTransformation", "ServerClosedError"})
+CALLED = sorted({*PUBLIC} - {*RECORDS} - {"ServerClosedError"})
 ROWS = {row.name.removeprefix("contrib."): row for row in listing.rows()}
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import optax
 
-import gradxform as gx
 from gradxform._checks import arguments, nested
 from gradxform._config import keras, schedules
 from gradxform._trees.extra_args import with_extra_args_support
@@ -229,7 +228,9 @@ def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
             raise _unknown("name", name, makers(), f"{where}['name']")
         return _call(makers()[name], made, where)
     if key == "alignment":
-        return _call(gx.contrib.MomentumAlignment, made, where)
+        from gradxform.contrib import MomentumAlignment  # See `makers`.
+
+        return _call(MomentumAlignment, made, where)
     if key == "boundaries_and_scales":  # JSON's keys are strings.
         return _run(lambda: {int(str(k)): v for k, v in made.items()}, where)
     return made
@@ -281,6 +282,8 @@ def makers() -> dict[str, Callable[..., Any]]:
 
     Nothing else is called.
     """
+    import gradxform as gx  # It imports this module.
+
     public: dict[str, Any] = {}
     for module in (optax.contrib, optax.transforms, optax.schedules, optax):
         public |= {f"{module.__name__}.{k}": v for k, v in vars(module).items()}

@@ -12,7 +12,6 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._devices import mesh
-from gradxform._gates.gate import GatedTransformation
 from gradxform._gates.sums import Accumulator, Reduction, Required
 from gradxform._jax import versions
 from gradxform._rows import boundary
@@ -27,7 +26,7 @@ def accumulate(
     accumulator_dtype: jax.typing.DTypeLike | None = None,
     skip_nonfinite: bool = False,
     axis_name: str | Sequence[str] | None = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Adds up the gradients of micro-batches, and applies ``inner`` to their mean.
 
     .. math::

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import arguments
-from gradxform._gates.gate import GatedTransformation
 from gradxform._gates.sums import Accumulator, Reduction, Required
 from gradxform._late import lateness
 
@@ -23,7 +22,7 @@ def conditional_accumulator(
     weight: Callable[[jax.Array], jax.typing.ArrayLike] | None = None,
     reduction: Reduction = "mean",
     accumulator_dtype: jax.typing.DTypeLike | None = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Adds up gradients, and applies ``inner`` to them once there are enough.
 
     .. math::

@@ -10,7 +10,7 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._gates import gate
-from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._gates.gate import Decision
 from gradxform._late import lateness
 from gradxform._numbers import constants
 from gradxform._trees import states
@@ -36,7 +36,7 @@ class DropStaleState(NamedTuple):
 def drop_stale(
     inner: optax.GradientTransformation,
     max_staleness: jax.typing.ArrayLike | optax.Schedule,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Drops gradients that were computed too many steps ago.
 
     .. math::

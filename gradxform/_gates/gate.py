@@ -79,6 +79,9 @@ Decide: TypeAlias = Callable[..., Decision]
 class Gate:
     """The ``update`` of a gate, which says how it decides and what is behind it.
 
+    A transformation is a pair of functions. So the gate survives if somebody takes the
+    pair apart and makes it again, by ``jax.tree.unflatten`` or as a field of a module.
+
     Attributes:
       decide: what the gate does with a push.
       inner: the transformation behind the gate.
@@ -110,19 +113,6 @@ class Gate:
     __call__ = update_fn
 
 
-class GatedTransformation(optax.GradientTransformationExtraArgs):
-    """A ``GradientTransformation`` that can also run its whole step behind its gate.
-
-    Like any transformation it is a pair of functions, and ``update`` carries the gate.
-    So the gate survives if the pair is rebuilt from them, by ``jax.tree.unflatten`` or
-    as a field of a module.
-
-    Attributes:
-      init: as in any ``GradientTransformation``.
-      update: as in any ``GradientTransformationExtraArgs``.
-    """
-
-
 def gate_of(tx: optax.GradientTransformation) -> Gate | None:
     """The gate of a transformation, if it is one."""
     return tx.update if isinstance(tx.update, Gate) else None
@@ -132,7 +122,7 @@ def gate(
     init: optax.TransformInitFn,
     inner: optax.GradientTransformation,
     decide: Decide,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     """Makes a transformation from what a gate decides about a push."""
     arguments.transformation("inner", inner)
     versions.before_tracing()
@@ -141,7 +131,7 @@ def gate(
     def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
         return init(params)
 
-    return GatedTransformation(init_fn, Gate(decide, inner))
+    return optax.GradientTransformationExtraArgs(init_fn, Gate(decide, inner))
 
 
 def step(

@@ -13,7 +13,7 @@ from gradxform._checks import arguments
 from gradxform._devices import mesh
 from gradxform._devices.mesh import AxisName
 from gradxform._gates import gate
-from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._gates.gate import Decision
 from gradxform._numbers import arithmetic, constants, norms
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, states
@@ -48,7 +48,7 @@ def skip_spikes(
     sigmas: jax.typing.ArrayLike = 6.0,
     warmup: jax.typing.ArrayLike | None = None,
     axis_name: AxisName = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Skips a push if its gradient norm or its loss is far above the last ones.
 
     .. math::

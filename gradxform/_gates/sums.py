@@ -21,7 +21,7 @@ from gradxform._devices import mesh
 from gradxform._gates import gate
 from gradxform._gates.conditional import typed_cond
 from gradxform._gates.counters import increment_if
-from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._gates.gate import Decision
 from gradxform._jax.compilers import barrier_on_gpu, narrow, zeros_unless
 from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
@@ -135,7 +135,7 @@ class Accumulator:
         arguments.one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
         structures.state_dtype("accumulator_dtype", self.dtype, complex_too=True)
 
-    def gate(self) -> GatedTransformation:
+    def gate(self) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
         return gate.gate(self.init, self.inner, self.decide)
 

@@ -12,7 +12,7 @@ import optax
 from gradxform._checks import arguments, structures
 from gradxform._gates import gate
 from gradxform._gates.conditional import typed_cond
-from gradxform._gates.gate import Decision, GatedTransformation
+from gradxform._gates.gate import Decision
 from gradxform._jax.compilers import narrow
 from gradxform._late import workers
 from gradxform._numbers import arithmetic, constants
@@ -62,7 +62,7 @@ def worker_mean(
     *,
     method: Method,
     accumulator_dtype: jax.typing.DTypeLike | None = None,
-) -> GatedTransformation:
+) -> optax.GradientTransformationExtraArgs:
     r"""Applies ``inner`` to the mean of all workers' mean gradients.
 
     .. math::

@@ -43,6 +43,7 @@ def _on(
 on_cpu = functools.partial(_on, ["cpu"])
 on_gpu = functools.partial(_on, ["cuda", "rocm"])
 on_tpu = functools.partial(_on, ["tpu"])
+off_tpu = functools.partial(_on, ["cpu", "cuda", "rocm"])
 
 
 def linear(

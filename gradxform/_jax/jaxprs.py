@@ -31,9 +31,12 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any
 
     ``args`` are constants and then inputs, of any kind that the rule takes.
     """
+    from jax.extend.core import Literal
+
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     advance(jaxpr.eqns, env, rule)
-    return list(map(as_array, read(env, jaxpr.outvars), jaxpr.outvars))
+    pairs = [(x, x.val if isinstance(x, Literal) else env[x]) for x in jaxpr.outvars]
+    return [as_array(x, t) if isinstance(x, _CONSTANT) else x for t, x in pairs]
 
 
 def as_array(x: Any, of_type: Var | Literal) -> Any:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-import contextvars
 import functools
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
@@ -31,17 +29,6 @@ Layers: TypeAlias = PyTree[jax.Array]
 # of them for a clip and Adagrad on GPT-2-small, instead of 348. With more arrays in one
 # kernel its operands would take longer to compile than more kernels do.
 _SMALL, _TOGETHER = 4096, 32
-_groups = contextvars.ContextVar("groups", default=True)
-
-
-@contextlib.contextmanager
-def one_by_one() -> Iterator[None]:
-    """Inside of it each array is handled by itself, also a small one."""
-    token = _groups.set(False)
-    try:
-        yield
-    finally:
-        _groups.reset(token)
 
 
 def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int]:
@@ -225,7 +212,7 @@ def _is_small(x: jax.Array) -> bool:
     """Whether it has few entries, on one device; sharded arrays do not count."""
     mesh = jax.typeof(x).sharding.mesh
     on_one = mesh.empty or mesh.size == 1
-    return _groups.get() and x.size <= _SMALL and on_one
+    return x.size <= _SMALL and on_one
 
 
 def _together(
@@ -247,8 +234,9 @@ def _together(
     for members in groups.values():
         for start in range(0, len(members), _TOGETHER):
             batch = members[start : start + _TOGETHER]
-            # A TPU prefetches small arrays one by one, at no cost.
-            chosen = compilers.on_tpu(one_by_one, grouped)
+            # A TPU prefetches small arrays one by one, at no cost. So do slices, which
+            # may be those of several arrays.
+            chosen = compilers.off_tpu(grouped, one_by_one)
             yield batch, chosen(*(arrays[i] for i in batch))
 
 

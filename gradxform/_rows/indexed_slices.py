@@ -133,9 +133,6 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         if not has_values(given) or np.any(np.asarray(given) == shape[0]):
             self.values = filled(self, self.values, 0)
 
-    tree_flatten = stored_rows.flatten
-    tree_flatten_with_keys = stored_rows.flatten_with_keys
-    tree_unflatten = classmethod(stored_rows.unflatten)
     __reduce__ = stored_rows.reduced
     __repr__ = stored_rows.shown
 

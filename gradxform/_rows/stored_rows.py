@@ -1,7 +1,7 @@
 """How rows and their indices are stored, and go through JAX, pickle and messages.
 
-The functions here are methods of both kinds of row-sparse leaves. Such a leaf has the
-fields ``values``, ``dense_shape``, and two that only this module and its class know:
+The functions here serve both kinds of row-sparse leaves. Such a leaf has the fields
+``values``, ``dense_shape``, and two that only this module and its class know:
 
 - ``_indices``: int32[n], or of the opaque dtype, as in a pytree's leaves;
 - ``_summed``: whether the indices ascend without repetition, up to the padding at
@@ -10,6 +10,7 @@ fields ``values``, ``dense_shape``, and two that only this module and its class 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -44,7 +45,10 @@ def node(kind: Kind) -> Kind:
     for name in _OPERATORS.split():
         if f"__{name}__" not in vars(kind):
             setattr(kind, f"__{name}__", refuse)
-    return jax.tree_util.register_pytree_with_keys_class(kind)
+    jax.tree_util.register_pytree_with_keys(
+        kind, _flatten_with_keys, functools.partial(_unflatten, kind), _flatten
+    )
+    return kind
 
 
 def unchecked(
@@ -102,7 +106,7 @@ def shown(self: Stored) -> str:
 
 # Values come first: optax.inject_hyperparams gives its numbers the dtype of the first
 # leaf.
-def flatten(self: Stored) -> tuple[tuple[Any, Any], tuple[int, ...]]:
+def _flatten(self: Stored) -> tuple[tuple[Any, Any], tuple[int, ...]]:
     """Children and static data."""
     given = self._indices
     is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
@@ -110,14 +114,14 @@ def flatten(self: Stored) -> tuple[tuple[Any, Any], tuple[int, ...]]:
     return (self.values, leaf), self.dense_shape
 
 
-def flatten_with_keys(self: Stored) -> tuple[Any, tuple[int, ...]]:
+def _flatten_with_keys(self: Stored) -> tuple[Any, tuple[int, ...]]:
     """Children with their names, and static data."""
-    children, dense_shape = flatten(self)
+    children, dense_shape = _flatten(self)
     keys = map(jax.tree_util.GetAttrKey, ("values", "indices"))
     return tuple(zip(keys, children, strict=True)), dense_shape
 
 
-def unflatten(cls: Stored, dense_shape: tuple[int, ...], children: Any) -> Any:
+def _unflatten(cls: Stored, dense_shape: tuple[int, ...], children: Any) -> Any:
     """From any children, as JAX also uses other objects than arrays.
 
     Raises:

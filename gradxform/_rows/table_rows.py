@@ -97,9 +97,6 @@ class TableRows(SparseLeaf):
         self._indices, self.values = own[order], given.values[order]
         self.dense_shape, self._summed = shape, True
 
-    tree_flatten = stored_rows.flatten
-    tree_flatten_with_keys = stored_rows.flatten_with_keys
-    tree_unflatten = classmethod(stored_rows.unflatten)
     __reduce__ = stored_rows.reduced
     __repr__ = stored_rows.shown
 

@@ -28,7 +28,7 @@ import numpy as np
 from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
-from gradxform._numbers import arithmetic, norms
+from gradxform._numbers import arithmetic
 from gradxform._slices.rules import RULES, Along, after, is_made, resized, shape_of
 from gradxform._trees import maps
 from gradxform._trees.types import Path, PyTree
@@ -179,8 +179,7 @@ def trace_whole(
 
     def call(whole: Numbered) -> PyTree[jax.Array]:
         filled = [whole.get(i, x) for i, x in enumerate(leaves)]
-        with norms.one_by_one():  # Arrays of one shape would be stacked.
-            return f(*jax.tree.unflatten(treedef, filled))
+        return f(*jax.tree.unflatten(treedef, filled))
 
     def whole(i: int, x: Any) -> Any:
         shape, kind = np.shape(leaves[i]), kinds[i]

@@ -307,7 +307,7 @@ def _axis_for(x: Any, block_size: int, min_size: int, block_axis: int) -> int | 
     axis = max(len(shape) + block_axis, 0)
     if len(shape) == 2 and shape[0] < 4 * block_size and shape[1] >= 4 * _SHORTEST:
         axis = 1  # A row, perhaps a layer, has blocks of its own, a scale for 32 codes.
-    small = np.size(x) < min_size or shape[axis:] < (_SHORTEST,)
+    small = np.size(x) < min_size or not shape or shape[axis] < _SHORTEST
     is_real = not small and jnp.issubdtype(dtypes.dtype_of(x), jnp.floating)
     return axis if is_real else None
 

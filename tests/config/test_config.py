@@ -440,8 +440,8 @@ WRONG = [
     ({"name": "optax.Schedule"}, "unknown name 'optax.Schedule'"),
     ({"name": "optax.MultiSteps", "opt": ADAGRAD, "every_k_schedule": 2},
      "unknown name 'optax.MultiSteps'"),
-    ({"name": "GatedTransformation", "init": 1, "update": 1},
-     "unknown name 'GatedTransformation'"),
+    ({"name": "ServerClosedError", "init": 1, "update": 1},
+     "unknown name 'ServerClosedError'"),
     ({"name": "from_config", "config": ADAGRAD}, "unknown name 'from_config'"),
     (rated(dict(LINEAR, name="lineal_schedule")),
      f"{RATE}['name']: unknown name 'lineal_schedule', did you mean "

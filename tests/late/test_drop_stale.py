@@ -176,7 +176,7 @@ REBUILT = {
 
 @pytest.mark.parametrize("how", REBUILT)
 def test_a_gate_made_anew_of_its_parts_is_gated(how):
-    tx = gx.GatedTransformation(_init, GATE)
+    tx = optax.GradientTransformationExtraArgs(_init, GATE)
     again = REBUILT[how](tx)
     assert again == tx
     assert gate_of(again) == GATE
@@ -193,7 +193,7 @@ def test_the_class_of_a_gate_is_sent_by_its_name():
 
 
 def test_an_update_in_the_place_of_a_gates_is_not_gated():
-    tx = gx.GatedTransformation(_init, GATE)
+    tx = optax.GradientTransformationExtraArgs(_init, GATE)
 
     @functools.wraps(tx.update)
     def update(*args, **extra):

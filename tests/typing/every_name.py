@@ -17,6 +17,9 @@ Params = dict[str, jax.Array]
 S = TypeVar("S")
 
 
+Wrapper = optax.GradientTransformationExtraArgs
+
+
 def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ params["w"]) ** 2)
 
@@ -35,7 +38,7 @@ def state_of(tx: optax.GradientTransformation, kind: type[S]) -> S:
 
 
 def clips_and_scales() -> None:
-    tx: list[optax.GradientTransformationExtraArgs] = [
+    tx: list[Wrapper] = [
         gx.clip_by_global_norm(1.0),
         gx.clip_by_norm(1.0),
         gx.compensate_delay(),
@@ -58,7 +61,7 @@ def clips_and_scales() -> None:
 
 def optimizers() -> None:
     sgd = optax.sgd(0.1)
-    tx: list[optax.GradientTransformationExtraArgs] = [
+    tx: list[Wrapper] = [
         gx.adagrad(0.1),
         gx.novograd(optax.constant_schedule(0.1)),
         gx.ftrl(0.1),
@@ -81,11 +84,11 @@ def optimizers() -> None:
 
 def gates() -> None:
     sgd = optax.sgd(0.1)
-    stale: gx.GatedTransformation = gx.drop_stale(sgd, 4)
-    several = assert_type(gx.conditional_accumulator(sgd, 2), gx.GatedTransformation)
-    micro = assert_type(gx.accumulate(sgd, 2), gx.GatedTransformation)
-    mean = assert_type(gx.worker_mean(sgd, 2, method="all"), gx.GatedTransformation)
-    calm = assert_type(gx.skip_spikes(sgd), gx.GatedTransformation)
+    stale: Wrapper = gx.drop_stale(sgd, 4)
+    several = assert_type(gx.conditional_accumulator(sgd, 2), Wrapper)
+    micro = assert_type(gx.accumulate(sgd, 2), Wrapper)
+    mean = assert_type(gx.worker_mean(sgd, 2, method="all"), Wrapper)
+    calm = assert_type(gx.skip_spikes(sgd), Wrapper)
     state = state_of(stale, gx.DropStaleState)
     assert_type(state.stale_count, jax.Array)
     assert_type(gx.global_step(state), jax.Array)
@@ -101,7 +104,7 @@ def single_papers() -> None:
     look_ahead = gx.contrib.momentum_look_ahead(
         0.1, alignment=gx.contrib.MomentumAlignment()
     )
-    tx: list[optax.GradientTransformationExtraArgs] = [
+    tx: list[Wrapper] = [
         gx.contrib.clip_by_zscore(),
         gx.contrib.measure_cosine(),
         gx.contrib.delayed_nesterov(0.1, num_delay=2),
