@@ -8,7 +8,6 @@ here changes an array that lies on the device.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, TypeGuard
 
 import jax
@@ -113,7 +112,7 @@ def _moved_after(x: jax.Array, last: jax.Array | tuple[()]) -> jax.Array:
     chosen = whole
     if can_slice(x, 0) and not jax.typeof(x).sharding.spec[0]:
         elsewhere = by_layer
-        if _moves_whole_on_tpu(x):
+        if moves_whole_on_tpu(x):
             elsewhere = compilers.on_tpu(whole, by_layer)
         chosen = compilers.on_cpu(whole, elsewhere)
     return chosen(x, *jax.tree.leaves(last))
@@ -150,35 +149,7 @@ def to_device(tree: PyTree[T]) -> PyTree[T]:
     return jax.tree.map(bring, tree)
 
 
-def with_bytes(
-    step: Callable[..., tuple[Any, optax.Params, optax.OptState]],
-    learning: optax.Params,
-    params: optax.Params,
-    state: optax.OptState,
-) -> tuple[Any, optax.Params, optax.OptState]:
-    """``step(learning, params, state)``, whose arrays of 8 bits may be on the host.
-
-    For TPU they come whole in front of it, unless its compiler can take layers of them.
-    """
-    given = learning, params, state
-
-    def comes_whole(x: object) -> bool:
-        return is_on_host(x) and _moves_whole_on_tpu(x)
-
-    def whole(*given: PyTree[Any]) -> tuple[Any, optax.Params, optax.OptState]:
-        brought = maps.map_leaves(
-            lambda x: to_device(x) if comes_whole(x) else x, given
-        )
-        result, *new = step(*brought)
-        params, state = to_memory_of(tuple(new), given[1:])
-        return result, params, state
-
-    if not any(map(comes_whole, jax.tree.leaves(given))):
-        return step(*given)
-    return compilers.on_tpu(whole, step)(*given)
-
-
-def _moves_whole_on_tpu(x: jax.Array) -> bool:
+def moves_whole_on_tpu(x: jax.Array) -> bool:
     """Whether the compiler for TPU takes no layers of it from the host, or to it."""
     return x.dtype.itemsize == 1 and not compilers.slices_bytes()
 
@@ -228,13 +199,3 @@ def can_slice(x: jax.Array, axis: int) -> bool:
     bits = 8 * x.dtype.itemsize
     is_matrix = sum(n >= 8 for n in layer) > 1
     return is_matrix and (bits > 16 or axis < x.ndim - 2)
-
-
-def read_layer(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
-    """Layer ``i`` of ``number`` in a stack, on the device."""
-    return compilers.laid_out(to_device(compilers.part(x, i, number, axis)))
-
-
-def write_layer(x: jax.Array, new: jax.Array, i: jax.Array, axis: int) -> jax.Array:
-    """A stack with another layer ``i``, in its own memory."""
-    return compilers.with_part(x, to_memory_of(new, x), i, axis)

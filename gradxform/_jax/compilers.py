@@ -117,14 +117,6 @@ def barrier_on_cpu(arrays: T) -> T:
     return on_cpu(barrier, lambda x: x)(arrays)
 
 
-def barrier_on_tpu(arrays: T) -> T:
-    """:func:`barrier` for what moves to the host, for TPU alone.
-
-    A GPU would wait for it.
-    """
-    return on_tpu(barrier, lambda x: x)(arrays)
-
-
 def part(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
     """Part ``i`` of ``number`` equal ones along an axis."""
     size = x.shape[axis] // number

@@ -188,6 +188,14 @@ def name_of(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
+def opened(eqn: JaxprEqn) -> Jaxpr | None:
+    """The program inside of a ``jit`` or of a checkpoint, which only calls it."""
+    if eqn.primitive.name not in (Op.CHECKPOINT, Op.JIT):
+        return None
+    inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
+    return getattr(inside, "jaxpr", inside)
+
+
 def is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")
 

@@ -16,6 +16,7 @@ from gradxform._jax import versions
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
 from gradxform._training import layers as layered
+from gradxform._training import tpu
 from gradxform._training.donation import Donating
 from gradxform._trees import maps
 from gradxform._trees.extra_args import accepted_kwargs
@@ -260,7 +261,7 @@ def training_step(
                 lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
                 two_passes=two_passes,
             )
-            result, params, state = host.with_bytes(by_layer, learning, params, state)
+            result, params, state = tpu.with_bytes(by_layer, learning, params, state)
             return params, state, *result
         given, params = params, host.to_device(params)
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)

@@ -97,9 +97,9 @@ def step(
         for scan in loss.scans
     ]
     arrays = {
-        names[n]: Whole(jnp.shape(leaves[n]), source, axis)
+        names[n]: Whole(jnp.shape(leaves[n]), source, stacked.axis)
         for scan, source in zip(loss.scans, sources, strict=True)
-        for n, axis in scan.learning.items()
+        for n, stacked in scan.learning.items()
         if source
     }
 

@@ -22,6 +22,7 @@ from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._jax.jaxprs import Part
 from gradxform._numbers import constants
+from gradxform._training import tpu
 from gradxform._training.by_layer import Layer, LayerParts, Numbered, OfLayer
 from gradxform._training.stacks import Scan, StackedLoss
 
@@ -63,7 +64,6 @@ class ScanPass:
       scan: the scan.
       inputs: its inputs; None for stacks.
       carries: the carry with which each layer began.
-      frozen: the axes of its stacks that get no gradient, by their numbers.
       active: the positions of its inputs that depend on trainable parameters.
       active_results: those of its results.
     """
@@ -71,7 +71,6 @@ class ScanPass:
     scan: Scan
     inputs: Sequence[jax.Array | None]
     carries: Sequence[jax.Array]
-    frozen: Mapping[int, int]
     active: Collection[int]
     active_results: Collection[int]
 
@@ -89,26 +88,28 @@ class ScanPass:
             return wholes, {}
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
+        read = functools.partial(_read, self.scan)
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
             wholes, ahead, stacks, sums, of_carry = carried
             i, following, carry, scanned, of_ys = x
-            frozen, stacks = _next_layers(stacks, self.frozen, i, self.scan.length)
+            frozen, stacks = _read_on(self.scan, stacks, i)
             there, here = self._stacks(wholes)
-            parts = _layers(self.scan, here, i)
-            parts |= _now(self.scan, there, i, ahead)
+            parts = read(here, i) | tpu.now(read, there, i, ahead)
             inputs = [*self.inputs[:num_consts], *carry, *scanned]
             of_results = of_carry | of_ys
             of_parts, of_inputs = self._gradients(parts, frozen, inputs, of_results)
             sums = {k: total + of_inputs[k] for k, total in sums.items()}
             of_carry = {k: of_inputs[num_consts + k] for k in of_carry}
             of_scanned = {k: g for k, g in of_inputs.items() if k >= start}
-            of_parts = {n: of_parts[n] for n in self.scan.backwards if n in of_parts}
+            of_parts = {
+                n: of_parts[n] for n in tpu.backwards(self.scan) if n in of_parts
+            }
             wholes, given = apply(Layer(i, parts, of_parts), wholes)
-            ahead = _ahead(self.scan, self._stacks(wholes)[0], following)
+            ahead = tpu.ahead(read, self._stacks(wholes)[0], following)
             return (wholes, ahead, stacks, sums, of_carry), (of_scanned, given)
 
-        stacks = {n: wholes[n] for n in self.frozen}
+        stacks = {n: wholes[n] for n in self.scan.stacked if n in self.scan.frozen}
         wholes = {n: x for n, x in wholes.items() if n not in stacks}
         results = {k: _taken(gradients, eqn.outvars[k]) for k in self.active_results}
         of_last = {k: g for k, g in results.items() if k < num_carry}
@@ -119,7 +120,7 @@ class ScanPass:
             if k < num_consts
         }
         first, following = _one_ahead(each, reverse=not self.scan.is_reverse)
-        ahead = _ahead(self.scan, self._stacks(wholes)[0], first)
+        ahead = tpu.ahead(read, self._stacks(wholes)[0], first)
         (wholes, _, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
             layer,
             (wholes, ahead, stacks, sums, of_last),
@@ -128,13 +129,13 @@ class ScanPass:
         )
         of_first = {num_consts + k: g for k, g in of_first.items()}
         of_inputs = sums | of_first | of_scanned
-        read = ((eqn.invars[k], g) for k, g in of_inputs.items())
-        _add(gradients, ((x, g) for x, g in read if jaxprs.is_variable(x)))
+        pairs = ((eqn.invars[k], g) for k, g in of_inputs.items())
+        _add(gradients, ((x, g) for x, g in pairs if jaxprs.is_variable(x)))
         return wholes | stacks, given
 
     def _stacks(self, wholes: Numbered) -> tuple[Numbered, Numbered]:
         """The stacks that learn: those on the host, and others."""
-        stacks = {n: wholes[n] for n in self.scan.axes if n in wholes}
+        stacks = {n: wholes[n] for n in self.scan.stacked if n in wholes}
         there = {n: x for n, x in stacks.items() if host.is_on_host(x)}
         return there, {n: x for n, x in stacks.items() if n not in there}
 
@@ -214,15 +215,13 @@ def forward(
     The stacks are as before. ``frozen`` are the numbers of leaves without a gradient.
     """
     jaxpr = loss.closed.jaxpr
-    axes = {n: axis for scan in loss.scans for n, axis in scan.axes.items()}
-    leaves = {  # Layers of some stacks cannot be read from the host.
-        n: host.to_device(x) if n in axes and not host.can_slice(x, axes[n]) else x
-        for n, x in leaves.items()
-    }
+    stacked = {n: x for scan in loss.scans for n, x in scan.stacked.items()}
+    placed = {n: x.placed(leaves[n]) for n, x in stacked.items()}
+    leaves = {**leaves, **placed}
     values: Values = dict(zip(jaxpr.constvars, loss.closed.consts, strict=True))
     values |= {x: leaves[n] for n, x in loss.leaves.items()}
-    stacks = {loss.leaves[n] for n in axes}
-    others = {n: x for n, x in loss.leaves.items() if n not in axes}
+    stacks = {loss.leaves[n] for n in stacked}
+    others = {n: x for n, x in loss.leaves.items() if n not in stacked}
     dense = {n: x for n, x in others.items() if n not in frozen}
     active = set(dense.values())
     passes = [
@@ -235,7 +234,7 @@ def forward(
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
     of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
     each = [_numbers(scan) for scan in loss.scans]
-    same = [{n: values[loss.leaves[n]] for n in scan.axes} for scan in loss.scans]
+    same = [{n: values[loss.leaves[n]] for n in scan.stacked} for scan in loss.scans]
     return results, same, BackwardPass(passes, of_loss, dense, each)
 
 
@@ -266,27 +265,27 @@ def _scanned(
     """Adds the results of a scan to ``values``, what learns to ``active``."""
     num_consts, num_carry = scan.lengths
     start = num_consts + num_carry  # Of the inputs that the scan goes over.
-    inputs, axes = scan.inputs(values), scan.axes
+    inputs, read = scan.inputs(values), functools.partial(_read, scan)
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
         (carry, stacks, ahead), (i, following, scanned) = carried, x
         there = {n: stacks[n] for n in used_first}
-        parts, stacks = _next_layers(stacks, others, i, scan.length)
-        parts |= _now(scan, there, i, ahead)
+        others = {n: x for n, x in stacks.items() if n not in there}
+        parts, others = _read_on(scan, others, i)
+        parts |= tpu.now(read, there, i, ahead)
         given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
         results = scan.layer_results(given)
-        kept = results[:num_carry], stacks | there, _ahead(scan, there, following)
+        kept = results[:num_carry], others | there, tpu.ahead(read, there, following)
         return kept, (carry, results[num_carry:])
 
-    stacks = {n: values[leaves[n]] for n in axes}
-    on_host = [n for n in scan.backwards if host.is_on_host(stacks[n])]
+    stacks = {n: values[leaves[n]] for n in scan.stacked}
+    on_host = [n for n in tpu.backwards(scan) if host.is_on_host(stacks[n])]
     # The first part of a layer comes while the layer before it is computed, others
     # while the layer itself is.
     used_first = on_host[-1:]
-    others = {n: axis for n, axis in axes.items() if n not in used_first}
     each = _numbers(scan)
     first, following = _one_ahead(each, reverse=scan.is_reverse)
-    ahead = _ahead(scan, {n: stacks[n] for n in used_first}, first)
+    ahead = tpu.ahead(read, {n: stacks[n] for n in used_first}, first)
     (last, stacks, _), (carries, ys) = jax.lax.scan(
         layer,
         (inputs[num_consts:start], stacks, ahead),
@@ -298,8 +297,7 @@ def _scanned(
     known = jaxprs.among(scan.eqn.invars, active)
     learning, learning_results = _depending_on(scan, known)
     active.update(scan.eqn.outvars[k] for k in learning_results)
-    kept = {n: axis for n, axis in axes.items() if n in scan.frozen}
-    return ScanPass(scan, inputs, carries, kept, learning, learning_results)
+    return ScanPass(scan, inputs, carries, learning, learning_results)
 
 
 def _one_ahead(each: Numbers, *, reverse: bool) -> tuple[Any, Numbers]:
@@ -311,43 +309,15 @@ def _one_ahead(each: Numbers, *, reverse: bool) -> tuple[Any, Numbers]:
     return each[-1 if reverse else 0], roll(each, 1 if reverse else -1)
 
 
-def _layers(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
+def _read(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
     """Layer ``i`` of these stacks."""
-    return {
-        n: host.read_layer(x, i, scan.length, scan.axes[n]) for n, x in stacks.items()
-    }
+    return {n: scan.stacked[n].read(x, i) for n, x in stacks.items()}
 
 
-def _ahead(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
-    """Layer ``i`` of stacks on the host, for a loop for TPU to carry.
-
-    Loops for others carry zeros, which nobody reads. If a loop carries a layer, XLA for
-    GPU copies the whole stacks in each turn.
-    """
-    if not stacks:
-        return {}
-    read = functools.partial(_layers, scan)
-    types = jax.make_jaxpr(read)(stacks, i).out_avals
-
-    def zeros(*_: object) -> Numbered:
-        made = map(constants.zeros_of_type, types)
-        return dict(zip(sorted(stacks), made, strict=True))
-
-    return compilers.on_tpu(read, zeros)(stacks, i)
-
-
-def _now(scan: Scan, stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbered:
-    """Layer ``i`` of stacks on the host; a loop for TPU has carried it."""
-    if not stacks:
-        return {}
-
-    def carried(stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbered:
-        return ahead
-
-    def read(stacks: Numbered, i: jax.Array, ahead: Numbered) -> Numbered:
-        return _layers(scan, stacks, i)
-
-    return compilers.on_tpu(carried, read)(stacks, i, ahead)
+def _read_on(scan: Scan, stacks: Numbered, i: jax.Array) -> tuple[Numbered, Numbered]:
+    """Layer ``i`` of these stacks, and the stacks for a loop that only reads them."""
+    read = {n: scan.stacked[n].read_on(x, i) for n, x in stacks.items()}
+    return {n: x for n, (x, _) in read.items()}, {n: x for n, (_, x) in read.items()}
 
 
 def _numbers(scan: Scan) -> np.ndarray:
@@ -357,20 +327,6 @@ def _numbers(scan: Scan) -> np.ndarray:
     array of JAX is known only to the program: there a kernel moves each layer.
     """
     return np.arange(scan.length, dtype=np.int32)
-
-
-def _next_layers(
-    stacks: Numbered, axes: Mapping[int, int], i: jax.Array, length: int
-) -> tuple[Numbered, Numbered]:
-    """Layer ``i`` of these stacks, and the stacks for a loop that only reads them."""
-    parts, kept = {}, {}
-    for n, axis in axes.items():
-        if host.is_on_host(stacks[n]):
-            parts[n] = host.read_layer(stacks[n], i, length, axis)
-            kept[n] = stacks[n]
-        else:
-            parts[n], kept[n] = compilers.read_layer(stacks[n], i, length, axis)
-    return parts, kept
 
 
 def _depending_on(

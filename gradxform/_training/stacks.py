@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._devices import host
+from gradxform._devices.stacked import Stacked
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.jaxprs import Part
 from gradxform._jax.versions import Op
@@ -137,27 +138,16 @@ class Scan(NamedTuple):
         return self.eqn.params["reverse"]
 
     @property
-    def axes(self) -> dict[int, int]:
-        """The axis of the layers of each stack, by its number."""
-        stacks = self.stacks.values()
-        pairs = ((stack.number, stack.axis(self.length)) for stack in stacks)
-        return {number: axis for number, axis in pairs if axis is not None}
+    def stacked(self) -> dict[int, Stacked]:
+        """Where each stack has layers, by its number."""
+        stacks, length = self.stacks.values(), self.length
+        pairs = ((stack.number, stack.axis(length)) for stack in stacks)
+        return {n: Stacked(length, axis) for n, axis in pairs if axis is not None}
 
     @property
-    def learning(self) -> dict[int, int]:
-        """The axis of the layers of each stack that gets its gradient from it."""
-        return {n: axis for n, axis in self.axes.items() if n not in self.frozen}
-
-    @property
-    def backwards(self) -> list[int]:
-        """The numbers of its stacks, in the order in which gradients are known.
-
-        The body has used a stack for the first time when its gradient is complete.
-        """
-        body = self.eqn.params["jaxpr"].jaxpr
-        uses = [(_first_use(body, k), stack.number) for k, stack in self.stacks.items()]
-        # A stack may be several inputs. Its first use counts.
-        return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]
+    def learning(self) -> dict[int, Stacked]:
+        """Those of the stacks that get their gradient from it."""
+        return {n: x for n, x in self.stacked.items() if n not in self.frozen}
 
     def inputs(self, env: Mapping[Var, Any]) -> list[jax.Array | None]:
         """The inputs of the scan, from values of variables; None for stacks."""
@@ -292,7 +282,7 @@ def _readings(
         for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
             is_active = is_needed and not (stack.is_stopped or stack.number in frozen)
-            if jaxprs.name_of(eqn) in _BY_LAYER:
+            if is_by_layer(eqn):
                 equations = *stack.equations, eqn
                 stacks[eqn.outvars[0]] = stack._replace(equations=equations)
             elif _goes_over(eqn, k):
@@ -367,6 +357,11 @@ def _sharding(stack: Var) -> Sequence[object]:
     return aval.sharding.spec
 
 
+def is_by_layer(eqn: JaxprEqn) -> bool:
+    """Whether each layer of the result is made of one layer of the operand."""
+    return jaxprs.name_of(eqn) in _BY_LAYER
+
+
 def _goes_over(eqn: JaxprEqn, operand: int) -> bool:
     """Whether an equation is a scan over this operand."""
     is_scan = jaxprs.name_of(eqn) == Op.SCAN
@@ -381,7 +376,7 @@ def _opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     need none: each layer is computed again anyway.
     """
     closed = jaxprs.inlined(closed)
-    of_stacks = _made_of(closed.jaxpr, stacks)
+    of_stacks = made_of(closed.jaxpr, stacks)
 
     def is_opened(eqn: JaxprEqn) -> bool:
         is_checkpoint = jaxprs.name_of(eqn) == Op.CHECKPOINT
@@ -407,7 +402,7 @@ def _outside(
     """The results of a checkpoint, with what reads stacks outside of checkpoints."""
     inside, types = checkpoint.params["jaxpr"], [x.aval for x in checkpoint.invars]
     closed = _opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
-    jaxpr, of_stacks = closed.jaxpr, _made_of(closed.jaxpr, stacks)
+    jaxpr, of_stacks = closed.jaxpr, made_of(closed.jaxpr, stacks)
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)
     # What is made of stacks alone comes first, so it divides nothing.
@@ -426,27 +421,10 @@ def _outside(
     return jaxprs.read(env, jaxpr.outvars)
 
 
-def _first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
-    """Where an input is used for the first time: in an equation, in one inside of it.
-
-    A cast or a transposition alone is no use.
-    """
-    values = _made_of(jaxpr, [operand])
-    for number, eqn in enumerate(jaxpr.eqns):
-        found = jaxprs.among(eqn.invars, values)
-        if not found or jaxprs.name_of(eqn) in _BY_LAYER:
-            continue
-        if jaxprs.name_of(eqn) not in (Op.CHECKPOINT, Op.JIT):
-            return (number,)
-        inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
-        return number, *_first_use(getattr(inside, "jaxpr", inside), min(found))
-    return (len(jaxpr.eqns),)
-
-
-def _made_of(jaxpr: Jaxpr, stacks: Collection[int]) -> set[Var]:
+def made_of(jaxpr: Jaxpr, stacks: Collection[int]) -> set[Var]:
     """The variables that have the values of these inputs."""
     found = {jaxpr.invars[k] for k in stacks}
     for eqn in jaxpr.eqns:
-        if jaxprs.name_of(eqn) in _BY_LAYER and jaxprs.among(eqn.invars, found):
+        if is_by_layer(eqn) and jaxprs.among(eqn.invars, found):
             found.update(eqn.outvars)
     return found

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from gradxform._jax import compilers
 from gradxform._ray import layout, process
-from gradxform._training import stacks
+from gradxform._training import stacks, tpu
 
 OLD = jax.__version_info__ < (0, 10, 2)
 pytestmark = [
@@ -246,7 +246,7 @@ def test_the_order_in_which_gradients_are_known(wrap):
     closed = jax.make_jaxpr(loss)(stack, stack, stack, jnp.ones((3, WIDTH)))
     names = dict(enumerate("abc"))
     (scan,) = stacks.find_scans(closed, range(4), names, frozen=()).scans
-    assert [names[n] for n in scan.backwards] == ["a", "c", "b"]
+    assert [names[n] for n in tpu.backwards(scan)] == ["a", "c", "b"]
 
 
 def reversed_loss(p, x):
