@@ -72,8 +72,6 @@ from gradxform._gates.sums import (
 )
 from gradxform._gates.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._gates.worker_mean import worker_mean as worker_mean
-from gradxform._late.compensate_delay import compensate_delay as compensate_delay
-from gradxform._late.scale_by_staleness import scale_by_staleness as scale_by_staleness
 from gradxform._numbers.apply_updates import apply_updates as apply_updates
 from gradxform._rows.densify import densify as densify
 from gradxform._rows.indexed_slices import IndexedSlices as IndexedSlices
@@ -93,6 +91,7 @@ from gradxform._transforms.clipping import (
 from gradxform._transforms.clipping import clip_by_global_norm as clip_by_global_norm
 from gradxform._transforms.clipping import clip_by_norm as clip_by_norm
 from gradxform._transforms.clipping import global_norm as global_norm
+from gradxform._transforms.compensate_delay import compensate_delay as compensate_delay
 from gradxform._transforms.ftrl import FtrlState as FtrlState
 from gradxform._transforms.ftrl import ftrl as ftrl
 from gradxform._transforms.learning_rate import (
@@ -121,6 +120,9 @@ from gradxform._transforms.round_stochastically import (
 )
 from gradxform._transforms.round_stochastically import (
     round_stochastically as round_stochastically,
+)
+from gradxform._transforms.scale_by_staleness import (
+    scale_by_staleness as scale_by_staleness,
 )
 
 # These are imported when one of their names is first used: most trainings need none of

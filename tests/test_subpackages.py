@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
 
@@ -10,28 +11,23 @@ import gradxform as gx
 
 PACKAGE = pathlib.Path(gx.__file__).parent
 
-# Who may import whom; modules of a subpackage may import each other. "" is the public
-# API.
-NUMBERS = ["_trees", "_jax", "_checks", "_devices", "_numbers"]
-ROWS = {*NUMBERS, "_slices", "_rows"}
-GATES = ROWS | {"_late", "_gates"}
-ALL = GATES | {"_transforms", "_training", "_server"}
-MAY_IMPORT = {
-    **{name: {*NUMBERS[:i]} for i, name in enumerate(NUMBERS)},
-    "_slices": {*NUMBERS},
-    "_rows": {*NUMBERS, "_slices"},
-    "_transforms": ROWS,
-    "_late": ROWS,
-    "_gates": ROWS | {"_late"},
-    "_training": GATES,
-    "contrib": GATES | {"_transforms"},
-    "_server": ALL - {"_server"},
-    "engines": ALL,
-    "_ray": ALL | {"engines"},
-    "_config": {"", "_trees", "_checks"},
-    "keras": {"", "_trees"},
-    "_demo": {"", "_server", "engines"},
-}
+PAGE = PACKAGE.parent / "docs/design.md"
+NAME = re.compile(r"`(\w+)/?`")
+
+
+def table():
+    """Who may import whom, as the page says it; "" is the public API."""
+    rows = re.findall(r"^\| `(\w+)/` \|.*\| (.*) \|$", PAGE.read_text(), re.MULTILINE)
+    found = {}
+    for name, words in rows:
+        named = set(NAME.findall(words)) | (
+            {""} if "the public API" in words else set()
+        )
+        found[name] = found.keys() - named if "all above" in words else named
+    return found
+
+
+MAY_IMPORT = table()
 
 
 def imported(path):
@@ -92,3 +88,17 @@ def test_no_module_imports_itself_by_way_of_others():
 
 def test_only_the_public_api_and_the_main_job_stand_beside_the_subpackages():
     assert {p.name for p in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
+
+
+def test_each_path_on_the_page_exists():
+    """But for those of a recipe, whose transformation is called x."""
+    named = re.findall(r"`([\w./]+/[\w./]*|[\w/]+\.(?:py|md))`", PAGE.read_text())
+    folders = [PACKAGE.parent, PACKAGE, PAGE.parent]
+    there = {path.name for folder in folders[1:] for path in folder.rglob("*")}
+    missing = {
+        x
+        for x in named
+        if x not in there and not any((folder / x).exists() for folder in folders)
+    }
+    assert len(named) > 30
+    assert {x for x in missing if not x.endswith(("/x.py", "_x.py"))} == set()

@@ -3,6 +3,4 @@
 - ``arguments``: whether an argument is a number in its range, a flag, a function.
 - ``nested``: whether a value of dicts and lists is small.
 - ``structures``: whether trees fit each other, and how messages name their leaves.
-
-Imports ``_trees`` and ``_jax``.
 """

@@ -3,6 +3,4 @@
 - ``config``: ``from_config`` and ``get_config``.
 - ``keras``: translates the configs that Keras and TensorFlow Addons write.
 - ``schedules``: Keras's schedules that optax lacks.
-
-Imports ``_trees``, ``_checks`` and the public API, whose functions a config names.
 """

@@ -11,6 +11,4 @@ Python imports the package before its ``__main__``. So ``gradxform/__init__.py``
 - ``command_line``: every option, with its default and range.
 - ``digits``: the data and the model. It imports nothing of the package.
 - ``report``: the progress, the table and the picture.
-
-Imports the public API, ``engines`` and ``_server``. Only the demo imports it.
 """

@@ -2,6 +2,4 @@
 
 - ``mesh``: sums over devices, inside ``shard_map``.
 - ``host``: arrays in the host's memory: ``on_host``, and how a step gets at them.
-
-Imports ``_trees``, ``_jax`` and ``_checks``.
 """

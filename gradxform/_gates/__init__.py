@@ -15,6 +15,4 @@ nothing.
 - ``sums``: adds up pushes until there are enough, and makes one step of them.
 - ``accumulator``: the gate around such sums for several workers, some of them late.
 - ``accumulate``: the gate around such sums for micro-batches, which all count.
-
-Imports ``_late`` and what that imports.
 """

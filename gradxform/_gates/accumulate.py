@@ -1,4 +1,7 @@
-"""Gradients of micro-batches, added up until they make one step."""
+"""Gradients of micro-batches, added up until they make one step.
+
+This module says which pushes enter the sum; ``sums`` has the sum and the step.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Gradients of several workers, added up until there are enough for one step."""
+"""Gradients of several workers, added up until there are enough for one step.
+
+This module says which pushes enter the sum; ``sums`` has the sum and the step.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._gates.sums import Accumulator, Reduction, Required
-from gradxform._late import lateness
+from gradxform._numbers import lateness
 
 
 def conditional_accumulator(

@@ -11,8 +11,7 @@ import optax
 from gradxform._checks import arguments
 from gradxform._gates import gate
 from gradxform._gates.gate import Decision
-from gradxform._late import lateness
-from gradxform._numbers import constants
+from gradxform._numbers import constants, lateness
 from gradxform._trees import states
 
 

@@ -14,8 +14,7 @@ from gradxform._gates import gate
 from gradxform._gates.conditional import typed_cond
 from gradxform._gates.gate import Decision
 from gradxform._jax.compilers import narrow
-from gradxform._late import workers
-from gradxform._numbers import arithmetic, constants
+from gradxform._numbers import arithmetic, constants, workers
 from gradxform._rows import boundary
 from gradxform._rows.rows import explicit_sharding
 from gradxform._trees import boxes, dtypes, maps, states

@@ -3,6 +3,4 @@
 - ``versions``: names that JAX changes from one version to the next.
 - ``compilers``: other forms of an operation for CPU, GPU or TPU, as barriers.
 - ``jaxprs``: reads jaxprs, evaluates one by a rule for its equations.
-
-Imports ``_trees``.
 """

@@ -16,6 +16,4 @@ turn it first commands its ``followers``, by calls that Ray keeps in their seque
 Turns are short: all processes prepare a push or a pull before its turn, each its own
 part. If one of them dies, Ray tells the leader, and all end. They write their parts of
 the same checkpoints.
-
-Imports all subpackages above it.
 """

@@ -9,6 +9,4 @@ everything outside.
 ``lookup`` reads tables so that their gradients are row-sparse, and ``readings`` finds
 what a loss reads. ``lazy`` lets any transformation work on the touched rows, and
 ``by_row`` says what is special about them. ``densify`` makes arrays of the gradients.
-
-Imports ``_slices`` and what that imports.
 """

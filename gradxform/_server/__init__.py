@@ -12,6 +12,4 @@ A ``recoverable`` server saves itself while workers go on, and starts from the n
 complete one of its ``checkpoints``. A ``store`` writes them, on a thread of its own.
 Its ``folder`` belongs to one run at a time. ``extras`` imports packages that not every
 user has.
-
-Imports all subpackages above it.
 """

@@ -3,6 +3,4 @@
 - ``rules``: a table, what each operation does to the slices of an array.
 - ``slices``: evaluates a jaxpr for some slices, by this table.
 - ``kinds``: which leaves of a step have slices, and along which axis.
-
-Imports ``_trees``, ``_jax``, ``_checks``, ``_devices`` and ``_numbers``.
 """

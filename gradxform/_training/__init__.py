@@ -8,6 +8,4 @@
 - ``donation``: copies shared arrays before they are donated.
 - ``local_steps``: many such steps of one worker, and their total change of the
   parameters as a pseudo-gradient.
-
-Imports ``_gates`` and what that imports.
 """

@@ -8,6 +8,4 @@ One transformation a file, which has the name of its alias. Beside these:
 - ``half``: half precision, for ``master_weights`` and ``round_stochastically``.
 - ``measure_norms``: norms for the log, which change nothing.
 - ``learning_rate``: the last link of every alias.
-
-Imports ``_rows`` and what that imports.
 """

@@ -10,8 +10,6 @@ Its name in a config has no prefix.
 ...     updates, state = tx.update(jnp.array([0.0, length]), state)
 >>> assert -2.7 < updates[1] < -2.6
 >>> same = gx.from_config({"name": "clip_by_zscore", "warmup": 2})
-
-Imports ``_transforms``, ``_late`` and what these import.
 """
 
 from gradxform.contrib._alignment import MomentumAlignment as MomentumAlignment

@@ -10,8 +10,7 @@ import numpy as np
 import optax
 
 from gradxform._checks import arguments
-from gradxform._late import workers
-from gradxform._numbers import arithmetic
+from gradxform._numbers import arithmetic, workers
 from gradxform._trees import dtypes, maps
 from gradxform._trees.links import stateless
 

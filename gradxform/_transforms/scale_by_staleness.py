@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from gradxform._checks import arguments
-from gradxform._late import lateness
-from gradxform._numbers import arithmetic
+from gradxform._numbers import arithmetic, lateness
 from gradxform._trees import dtypes, maps
 from gradxform._trees.links import stateless
 
