@@ -188,12 +188,35 @@ def name_of(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
-def opened(eqn: JaxprEqn) -> Jaxpr | None:
-    """The program inside of a ``jit`` or of a checkpoint, which only calls it."""
-    if eqn.primitive.name not in (Op.CHECKPOINT, Op.JIT):
-        return None
-    inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
-    return getattr(inside, "jaxpr", inside)
+def made_of(
+    jaxpr: Jaxpr, inputs: Collection[int], is_same: Callable[[JaxprEqn], bool]
+) -> set[Var]:
+    """The variables that are these inputs, but for equations that ``is_same`` names."""
+    found = {jaxpr.invars[k] for k in inputs}
+    for eqn in jaxpr.eqns:
+        if is_same(eqn) and among(eqn.invars, found):
+            found.update(eqn.outvars)
+    return found
+
+
+def first_use(
+    jaxpr: Jaxpr, operand: int, is_same: Callable[[JaxprEqn], bool]
+) -> tuple[int, ...]:
+    """Where an input is used for the first time: in an equation, in one inside of it.
+
+    Equations that ``is_same`` names are no use.
+    """
+    values = made_of(jaxpr, [operand], is_same)
+    for number, eqn in enumerate(jaxpr.eqns):
+        found = among(eqn.invars, values)
+        if not found or is_same(eqn):
+            continue
+        if eqn.primitive.name not in (Op.CHECKPOINT, Op.JIT):
+            return (number,)
+        inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
+        inside = getattr(inside, "jaxpr", inside)
+        return number, *first_use(inside, min(found), is_same)
+    return (len(jaxpr.eqns),)
 
 
 def is_variable(x: Var | Literal) -> TypeGuard[Var]:

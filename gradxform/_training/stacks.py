@@ -30,7 +30,7 @@ from gradxform._jax.versions import Op
 from gradxform._slices.rules import Along, after, resized, shape_of
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 # What may be done with a stack before a scan goes over it.
 _BY_LAYER = versions.SAME_VALUES | {
@@ -376,7 +376,7 @@ def _opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     need none: each layer is computed again anyway.
     """
     closed = jaxprs.inlined(closed)
-    of_stacks = made_of(closed.jaxpr, stacks)
+    of_stacks = jaxprs.made_of(closed.jaxpr, stacks, is_by_layer)
 
     def is_opened(eqn: JaxprEqn) -> bool:
         is_checkpoint = jaxprs.name_of(eqn) == Op.CHECKPOINT
@@ -402,7 +402,7 @@ def _outside(
     """The results of a checkpoint, with what reads stacks outside of checkpoints."""
     inside, types = checkpoint.params["jaxpr"], [x.aval for x in checkpoint.invars]
     closed = _opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
-    jaxpr, of_stacks = closed.jaxpr, made_of(closed.jaxpr, stacks)
+    jaxpr, of_stacks = closed.jaxpr, jaxprs.made_of(closed.jaxpr, stacks, is_by_layer)
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)
     # What is made of stacks alone comes first, so it divides nothing.
@@ -419,12 +419,3 @@ def _outside(
         made = jax.checkpoint(part.results, **options)(jaxprs.read(env, part.reads))
         env.update(zip(part.makes, made, strict=True))
     return jaxprs.read(env, jaxpr.outvars)
-
-
-def made_of(jaxpr: Jaxpr, stacks: Collection[int]) -> set[Var]:
-    """The variables that have the values of these inputs."""
-    found = {jaxpr.invars[k] for k in stacks}
-    for eqn in jaxpr.eqns:
-        if is_by_layer(eqn) and jaxprs.among(eqn.invars, found):
-            found.update(eqn.outvars)
-    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import jax
 import optax
@@ -19,14 +19,9 @@ import optax
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
-from gradxform._training.stacks import Scan, is_by_layer, made_of
+from gradxform._training.stacks import Scan, is_by_layer
 from gradxform._trees import maps
 from gradxform._trees.types import PyTree
-
-if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr
-
-K = TypeVar("K")
 
 
 def backwards(scan: Scan) -> list[int]:
@@ -35,25 +30,12 @@ def backwards(scan: Scan) -> list[int]:
     The body has used a stack for the first time when its gradient is complete.
     """
     body = scan.eqn.params["jaxpr"].jaxpr
-    uses = [(_first_use(body, k), stack.number) for k, stack in scan.stacks.items()]
+    uses = [
+        (jaxprs.first_use(body, k, is_by_layer), stack.number)
+        for k, stack in scan.stacks.items()
+    ]
     # A stack may be several inputs. Its first use counts.
     return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]
-
-
-def _first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
-    """Where an input is used for the first time: in an equation, in one inside of it.
-
-    A cast or a transposition alone is no use.
-    """
-    values = made_of(jaxpr, [operand])
-    for number, eqn in enumerate(jaxpr.eqns):
-        found = jaxprs.among(eqn.invars, values)
-        if not found or is_by_layer(eqn):
-            continue
-        if (inside := jaxprs.opened(eqn)) is None:
-            return (number,)
-        return number, *_first_use(inside, min(found))
-    return (len(jaxpr.eqns),)
 
 
 def ahead(
