@@ -89,13 +89,13 @@ class Rows:
             sum.
         """
         leaves = maps.leaves_with_path(args)
+        found = {i: kind for i, kind in enumerate(kinds) if kind}
         rows: dict[int, jax.Array] = {}
-        for i, ((_, x), kind) in enumerate(zip(leaves, kinds, strict=True)):
-            if kind is not None:
-                g = self.tables[kind.source.path]
-                rows[i] = g.values if x is g else gather_rows(g, x)
-        program = slices.trace_whole(f, args, kinds, rows)
-        given = [Slices(x, kind) for i, x in rows.items() if (kind := kinds[i])]
+        for i, kind in found.items():
+            g, x = self.tables[kind.source.path], leaves[i][1]
+            rows[i] = g.values if x is g else gather_rows(g, x)
+        program = slices.trace_whole(f, args, found, rows)
+        given = [Slices(x, found[i]) for i, x in rows.items()]
         evaluator = slices.Evaluator(self.policy)
         results = evaluator.results(program.closed, given)
         known = {path: kind for (path, _), kind in zip(leaves, kinds, strict=True)}

@@ -167,7 +167,7 @@ class WholeProgram(NamedTuple):
 def trace_whole(
     f: Callable[..., PyTree[Any]],
     args: PyTree[Any],
-    kinds: Sequence[Kind | None],
+    kinds: Mapping[int, Kind],
     given: Mapping[int, Any],
 ) -> WholeProgram:
     """The jaxpr of ``f(*args)``, as a function of the leaves in ``given``.
@@ -182,7 +182,7 @@ def trace_whole(
         return f(*jax.tree.unflatten(treedef, filled))
 
     def whole(i: int, x: Any) -> Any:
-        shape, kind = np.shape(leaves[i]), kinds[i]
+        shape, kind = np.shape(leaves[i]), kinds.get(i)
         if kind is not None:  # A table without rows is traced as if it had one.
             shape = kind.along.of(shape, kind.source.number)
         return jax.typeof(x).update(shape=shape, memory_space=host.DEVICE)

@@ -23,7 +23,8 @@ from gradxform._rows.lookup import LossOfRows, Offsets, Tables
 from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
 from gradxform._training import passes, stacks
-from gradxform._training.by_layer import Numbered, Update
+from gradxform._training.by_layer import Update
+from gradxform._training.step_leaves import Numbered
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
 

@@ -23,8 +23,9 @@ from gradxform._jax import compilers, jaxprs
 from gradxform._jax.jaxprs import Part
 from gradxform._numbers import constants
 from gradxform._training import tpu
-from gradxform._training.by_layer import Layer, LayerParts, Numbered, OfLayer
+from gradxform._training.by_layer import LayerParts, OfLayer
 from gradxform._training.stacks import Scan, StackedLoss
+from gradxform._training.step_leaves import Layer, Numbered
 
 if TYPE_CHECKING:
     from jax.extend.core import Var
@@ -311,12 +312,14 @@ def _one_ahead(each: Numbers, *, reverse: bool) -> tuple[Any, Numbers]:
 
 def _read(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
     """Layer ``i`` of these stacks."""
-    return {n: scan.stacked[n].read(x, i) for n, x in stacks.items()}
+    stacked = scan.stacked
+    return {n: stacked[n].read(x, i) for n, x in stacks.items()}
 
 
 def _read_on(scan: Scan, stacks: Numbered, i: jax.Array) -> tuple[Numbered, Numbered]:
     """Layer ``i`` of these stacks, and the stacks for a loop that only reads them."""
-    read = {n: scan.stacked[n].read_on(x, i) for n, x in stacks.items()}
+    stacked = scan.stacked
+    read = {n: stacked[n].read_on(x, i) for n, x in stacks.items()}
     return {n: x for n, (x, _) in read.items()}, {n: x for n, (_, x) in read.items()}
 
 

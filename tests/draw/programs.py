@@ -263,7 +263,8 @@ def by_slices(p, given, *, numbered):
     """
     kinds, found = kinds_of(p, given), []
     few = dict(enumerate(parts(p, kinds, [0] * given)))
-    whole = slices.trace_whole(p.f, tuple(p.args.values()), kinds, few)
+    along = {i: kind for i, kind in enumerate(kinds) if kind}
+    whole = slices.trace_whole(p.f, tuple(p.args.values()), along, few)
     # As by layers: nothing may add up slices.
     policy = Policy(
         "slice", "array", ["random_bits"], lambda *_: None, is_numbered=numbered

@@ -1,0 +1,174 @@
+"""The leaves of a step by layers: which of them have layers, and whose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import optax
+
+from gradxform._checks import structures
+from gradxform._devices import host
+from gradxform._devices.stacked import Stacked
+from gradxform._rows.lookup import Offsets
+from gradxform._slices.kinds import States, Whole
+from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
+from gradxform._training import tpu
+from gradxform._trees import maps
+from gradxform._trees.types import Path
+
+# Arrays by the number of their leaf, or by their position.
+Numbered: TypeAlias = dict[int, jax.Array]
+# Parameters, state, gradients of leaves and of rows, and extra arguments.
+Args: TypeAlias = tuple[
+    optax.Params,
+    optax.OptState,
+    tuple[optax.Updates, Offsets],
+    Mapping[str, object],
+]
+
+
+class Layer(NamedTuple):
+    """A layer of a scan in the backward pass.
+
+    Attributes:
+      i: its number.
+      parts: of the stacks that learn, by the numbers of these.
+      grads: their gradients, in the order in which they are known.
+    """
+
+    i: jax.Array
+    parts: Numbered
+    grads: Numbered
+
+
+@dataclasses.dataclass(frozen=True)
+class StepLeaves:
+    """The leaves of a step.
+
+    Numbers count the leaves of parameters, state, gradients and extra arguments.
+
+    Attributes:
+      values: all leaves. Parameters stand for the gradients, which have their types.
+      kinds: of those that have layers.
+      sources: those of each scan's layers; None for a scan in which no stack learns.
+      lacking: the error of each leaf that has none, though it is the state of a stack.
+      owners: the number of the stack to which a leaf of the state belongs.
+      gradients: the numbers of the gradients.
+    """
+
+    values: list[Any]  # Arrays, numbers.
+    kinds: dict[int, Kind]
+    sources: list[Source | None]
+    lacking: dict[int, MixedSlicesError]
+    owners: dict[int, int]
+    gradients: range
+
+    @classmethod
+    def made(
+        cls,
+        tx: optax.GradientTransformation,
+        arrays: Mapping[Path, Whole],
+        sources: list[Source | None],
+        args: Args,
+        policy: Policy,
+    ) -> StepLeaves:
+        """The leaves of ``args``, with those that have layers where these can be read.
+
+        A state was made for all parameters, or for those that learn.
+        """
+        params, state, (learning, rows), extra = args
+        made_for, own = params, jax.eval_shape(tx.init, params)
+        structure: Any = jax.tree.structure(state)
+        if structure != jax.tree.structure(own):
+            made_for = learning
+            own = jax.eval_shape(tx.init, learning)
+        structures.own_state(state, own)
+        structures.own_shapes(state, own)
+        states = States(policy, arrays, tx.init, made_for)
+        found, lacking = states.of_step(params, state, learning, extra)
+        numbers = {path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))}
+        owned = states.owned(state)
+        of_state = enumerate(maps.leaves_with_path(state), len(numbers))
+        owners = {n: numbers[owned[path]] for n, (path, _) in of_state if path in owned}
+        first = len(maps.leaves((params, state)))
+        end = first + len(maps.leaves(learning))
+        without = [None] * len(jax.tree.leaves(rows))  # Rows have no layers.
+        found[end:end] = without
+        kinds = {n: kind for n, kind in enumerate(found) if kind}
+        values = [
+            _stacked(kinds[n]).placed(x) if n in kinds else host.to_device(x)
+            for n, x in enumerate(maps.leaves(args))
+        ]
+        gradients = range(first, end + len(without))
+        return cls(values, kinds, sources, lacking, owners, gradients)
+
+    @functools.cached_property
+    def replaced(self) -> list[int]:
+        """The numbers of parameters and state, which the step replaces."""
+        before = range(self.gradients.start)
+        return [n for n in before if maps.has_gradient(self.values[n])]
+
+    @functools.cached_property
+    def given(self) -> list[int]:
+        """The numbers of leaves that have layers, and of gradients."""
+        return [
+            n
+            for n, x in enumerate(self.values)
+            if (n in self.kinds or n in self.gradients) and maps.has_gradient(x)
+        ]
+
+    @property
+    def wholes(self) -> list[Numbered]:
+        """Parameters and state that have layers, for each scan."""
+        return [
+            {n: self.values[n] for n in self.of(source, self.replaced) if source}
+            for source in self.sources
+        ]
+
+    def of(self, source: Source | None, numbers: Iterable[int]) -> list[int]:
+        """Those leaves that have layers of this source; for None those without any."""
+        kinds = {n: self.kinds.get(n) for n in numbers}
+        return [n for n, kind in kinds.items() if (kind and kind.source) == source]
+
+    def as_args(self, grads: Numbered) -> Numbered:
+        """Gradients, counted among themselves, with their numbers."""
+        return {self.gradients.start + n: g for n, g in grads.items()}
+
+    def of_layer(self, source: Source, layer: Layer, wholes: Numbered) -> Numbered:
+        """The leaves of a layer, with its gradients."""
+        args = {
+            n: _stacked(kind).read(wholes.get(n, self.values[n]), layer.i)
+            for n, kind in self.kinds.items()
+            if kind.source == source and n not in layer.parts
+        }
+        return args | layer.parts | self.as_args(layer.grads)
+
+    def read_on(self, wholes: Numbered, i: jax.Array) -> Numbered:
+        """Whole arrays for the next turn of a loop that only reads them."""
+        return {n: _stacked(self.kinds[n]).read_on(x, i)[1] for n, x in wholes.items()}
+
+    def written(self, new: Numbered, layer: Layer, wholes: Numbered) -> Numbered:
+        """Whole arrays with a new layer."""
+        place = {n: k for k, n in enumerate(layer.grads)}
+
+        def order(n: int) -> int:
+            return place.get(self.owners.get(n, n), len(place))
+
+        def write(wholes: Numbered) -> Numbered:
+            return {
+                n: _stacked(self.kinds[n]).write(x, new[n], layer.i)
+                for n, x in wholes.items()
+            }
+
+        there = {n: x for n, x in wholes.items() if host.is_on_host(x)}
+        here = {n: x for n, x in wholes.items() if n not in there}
+        return write(here) | tpu.written_in_order(there, order, write)
+
+
+def _stacked(kind: Kind) -> Stacked:
+    """Where an array with slices of this kind has layers."""
+    return Stacked(kind.source.number, kind.along.axis)
