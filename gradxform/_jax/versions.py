@@ -90,6 +90,8 @@ _SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub
 SCATTERS = frozenset(_SCATTERS.split())
 
 
+# These show numbers, and give none.
+DEBUG = frozenset({"debug_callback", "debug_print"})
 # These give each entry of all devices along mesh axes to the same entry.
 OVER_MESH = frozenset({"pmax", "pmin", "ppermute", "psum", "psum_invariant"})
 # Parameters that do not say where entries go, whatever the operation: they say what is

@@ -188,7 +188,8 @@ def trace_whole(
         return jax.typeof(x).update(shape=shape, memory_space=host.DEVICE)
 
     wholes = {i: whole(i, x) for i, x in given.items()}
-    closed, results = jax.make_jaxpr(call, return_shape=True)(wholes)
+    with jax.disable_jit(False):  # Otherwise it would unroll loops.
+        closed, results = jax.make_jaxpr(call, return_shape=True)(wholes)
     return WholeProgram(closed, jax.tree.structure(results))
 
 
@@ -282,6 +283,8 @@ class Evaluator:
 
     def _of_slices(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         """The results of an equation that reads slices."""
+        if name in versions.DEBUG and versions.jit_is_disabled():
+            return versions.evaluate(eqn, list(map(self._whole, inputs)))
         found = {
             self._after(name, eqn, k, x.kind)
             for k, x in enumerate(inputs)

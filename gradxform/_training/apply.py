@@ -251,7 +251,7 @@ def training_step(
             )
             return loss_fn(merged, *batch)
 
-        if stacked and not versions.jit_is_disabled():  # It unrolls each scan.
+        if stacked:
             by_layer = functools.partial(
                 layered.step,
                 lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),

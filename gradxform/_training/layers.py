@@ -85,7 +85,8 @@ def step(
         n: jax.typeof(p).update(memory_space=host.DEVICE) for n, p in dense.items()
     }
     traced = jax.make_jaxpr(by_rows.loss, return_shape=True)
-    closed, shapes = traced(types, by_rows.offsets)
+    with jax.disable_jit(False):  # Otherwise it would unroll each scan.
+        closed, shapes = traced(types, by_rows.offsets)
     offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
     named = {n: strings[n] for n in dense if names[n] in paths}
     loss = stacks.find_scans(closed, [*dense, *offsets], named, frozen)
