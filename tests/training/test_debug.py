@@ -70,9 +70,9 @@ def test_an_error_in_a_layer_names_the_line():
 
     tx, params = optax.stateless(logarithm_of_a_loss), start()
     step = gx.minimize(loss_fn, tx, layers=["layers"], donate=False)
-    with jax.disable_jit(), jax.debug_nans(True):
-        with pytest.raises(FloatingPointError) as error:
-            step(params, tx.init(params), X)
+    raises = pytest.raises(FloatingPointError)
+    with jax.disable_jit(), jax.debug_nans(True), raises as error:
+        step(params, tx.init(params), X)
     causes, cause = [], error.value
     while cause is not None:
         causes.append(str(cause))
