@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._jax import compilers
-from tests.conftest import pairwise
+from tests.conftest import half, pairwise
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 SPECS = {"rows": P("x"), "both": P("y", "x"), "columns": P(None, "y"), "all": P()}
@@ -65,18 +65,19 @@ def of_described(init):
     return lambda params: init(jax.tree.map(describe, params))
 
 
+INITS = {"eager": lambda f: f, "jit": jax.jit, "described": of_described}
+
+
 @pytest.mark.parametrize(
-    "init", [lambda f: f, jax.jit, of_described], ids=["eager", "jit", "described"]
+    ("factory", "mode", "init"), half(FACTORIES, ["automatic", "explicit"], INITS)
 )
-@pytest.mark.parametrize("mode", ["automatic", "explicit"])
-@pytest.mark.parametrize("factory", FACTORIES)
 def test_state_lies_where_parameters_lie(factory, mode, init):
     rows = FACTORIES[factory]
     txs = {name: make(row, mode)[0] for name, row in rows.items()}
     first, *_ = rows.values()
     _, specs, place = make(first, mode)  # They are the same for all.
 
-    @init
+    @INITS[init]
     def begin(params):
         return {name: tx.init(params) for name, tx in txs.items()}
 
@@ -123,7 +124,12 @@ def test_state_is_made_inside_shard_map_over_one_device():
     chex.assert_trees_all_equal(made(w), init(w))
 
 
-@pytest.mark.parametrize("row", UNGATED, ids=str)
+@pytest.mark.parametrize(
+    ("row", "in_context"),
+    [(row, i % 2 == 0) for i, row in enumerate(UNGATED)],
+    indirect=["in_context"],
+    ids=str,
+)
 def test_explicit_types_are_those_of_init_eager_as_under_jit(row, in_context):
     """optax's own tests of sharding have these two properties."""
     tx = row.make()
@@ -320,8 +326,10 @@ def draw_stacked(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("clip", [{}, {"clipnorm": 0.5}, {"global_clipnorm": 0.5}])
+@pytest.mark.parametrize(
+    ("clip", "check_vma"),
+    [({}, True), ({"clipnorm": 0.5}, False), ({"global_clipnorm": 0.5}, True)],
+)
 def test_specs_say_whether_layers_or_their_entries_are_sharded(clip, check_vma):
     one = gx.novograd(0.1, stacked_axes=DEPTHS, **clip)
     many = gx.novograd(0.1, stacked_axes=DEPTHS, axis_name=STACKED, **clip)
