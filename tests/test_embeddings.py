@@ -149,7 +149,8 @@ def temporaries(name, tables, height):
 @pytest.mark.slow
 def test_no_step_makes_anything_of_the_tables_size(name):
     assert temporaries(name, True, 100_000) == temporaries(name, True, HEIGHT)
-    assert temporaries(name, False, HEIGHT) > HEIGHT * 16 * 4
+    if name == "Linen's Embed":  # So that the measure is known to see a table.
+        assert temporaries(name, False, HEIGHT) > HEIGHT * 16 * 4
 
 
 IDS = jnp.array([3, 0, 3])
