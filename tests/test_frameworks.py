@@ -555,25 +555,8 @@ def t5():
             return linen.Dense(1)(stack(name="decoder")(jnp.cos(x), seen)[0])
 
     model = Model()
-    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))
-    return params, model.apply, ["params/encoder", "params/decoder"]
-
-
-def haliaxs():
-    """As haliax's Stacked: it reads the first layer for its shapes, and drops it."""
-    made = jax.vmap(lambda key: eqx.nn.Linear(16, 16, key=key))
-    layers = made(jax.random.split(jax.random.key(0), 4))
-    params, static = eqx.partition({"layers": layers}, eqx.is_inexact_array)
-
-    def apply(params, x):
-        def layer(x, part):
-            return x + jnp.tanh(jax.vmap(eqx.combine(part, rest))(x)), None
-
-        stacked, rest = params["layers"], static["layers"]
-        jax.tree.map(lambda w: jnp.take(w, 0, axis=0), stacked)
-        return jax.lax.scan(eqx.filter_checkpoint(layer), x, stacked)[0]
-
-    return params, apply, ["layers"]
+    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
+    return params, lambda params, x: model.apply({"params": params}, x)
 
 
 def vit():
@@ -599,37 +582,8 @@ def vit():
             return linen.Dense(1)(x) + 0.1 * parts[1]["+mlp"].sum(-1, keepdims=True)
 
     model = Model()
-    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))
-    return params, model.apply, ["params/encoderblock"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", [t5, haliaxs, vit], ids=lambda make: make.__name__)
-def test_stacks_of_others_take_the_ordinary_step(make, standard_promotion):
-    params, apply, layers = make()
-    tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
-
-    def loss_fn(params, x):
-        return jnp.mean((apply(params, x) - 1) ** 2)
-
-    @jax.jit
-    def trainers_own(params, state, x):
-        # A trainer has its step in a program of its own, as big_vision has.
-        step = gx.minimize(loss_fn, tx, layers=layers, two_passes=True)
-        return step(params, state, x)
-
-    @jax.jit
-    def ordinary(params, state, x):
-        loss, grads = jax.value_and_grad(loss_fn)(params, x)
-        updates, state = tx.update(grads, state, params)
-        return optax.apply_updates(params, updates), state, loss
-
-    ours = wanted = params, tx.init(params)
-    for x in BATCHES:
-        *ours, loss = trainers_own(*ours, x)
-        *wanted, wanted_loss = ordinary(*wanted, x)
-        np.testing.assert_allclose(loss, wanted_loss, rtol=2e-6)
-    chex.assert_trees_all_close(ours, wanted, rtol=2e-5, atol=2e-5)
+    params = model.init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
+    return params, lambda params, x: model.apply({"params": params}, x)
 
 
 BATCHES = np.random.default_rng(0).standard_normal((3, 4, 16)).astype(np.float32)
@@ -649,12 +603,11 @@ def indented(after):
 
 @pytest.mark.slow
 def test_the_lines_for_big_vision_log_the_norms_of_its_own(standard_promotion):
-    params, apply, _ = vit()
-    params = {"Transformer": params["params"]}
-    x = BATCHES[0]
+    params, apply = vit()
+    params, x = {"Transformer": params}, BATCHES[0]
 
     def loss_fn(params):
-        return jnp.mean((apply({"params": params["Transformer"]}, x) - 1) ** 2)
+        return jnp.mean((apply(params["Transformer"], x) - 1) ** 2)
 
     names = {"gx": gx, "jax": jax, "optax": optax, "loss_fn": loss_fn}
     clipped = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2))
@@ -705,19 +658,19 @@ class T5XsTrainState(flax.struct.PyTreeNode):
 
 @pytest.mark.slow
 def test_the_lines_for_t5x_leave_its_own_train_state(standard_promotion):
-    params, apply, layers = t5()
+    params, apply = t5()
     tx = optax.chain(optax.clip(0.1), optax.adamw(1e-2))
 
     def loss_fn(params, batch, dropout_rng):
         del dropout_rng
-        loss = jnp.mean((apply({"params": params}, batch["inputs"]) - 1) ** 2)
+        loss = jnp.mean((apply(params, batch["inputs"]) - 1) ** 2)
         return loss, {"loss": loss, "examples": len(batch["inputs"])}
 
     wrapper = types.SimpleNamespace(optax_optimizer=tx)
-    state = T5XsState(jnp.int32(0), tx.init(params["params"]))
-    begun = T5XsTrainState(T5XsOptimizer(wrapper, state, params["params"]))
+    state = T5XsState(jnp.int32(0), tx.init(params))
+    begun = T5XsTrainState(T5XsOptimizer(wrapper, state, params))
     names = {"gx": gx, "model": types.SimpleNamespace(loss_fn=loss_fn)}
-    names["layers"] = [path.removeprefix("params/") for path in layers]
+    names["layers"] = ["encoder", "decoder"]
     lines = indented("take the place of `accumulate_grads_microbatched`:")
 
     @functools.partial(jax.jit, donate_argnums=0)  # As its partitioner does it.
@@ -767,8 +720,7 @@ class MaxTextsModel(nnx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threshold", [0.1, 1e3])
-def test_the_lines_for_maxtext_log_its_norms(threshold, standard_promotion):
+def test_the_lines_for_maxtext_log_its_norms(standard_promotion):
     def loss_fn(model, config, data, dropout_rng, params, is_train):
         del config, dropout_rng, params, is_train
         loss = jnp.mean((model(data) - 1) ** 2)
@@ -779,6 +731,7 @@ def test_the_lines_for_maxtext_log_its_norms(threshold, standard_promotion):
         optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
         return types.SimpleNamespace(model=model, optimizer=optimizer)
 
+    threshold = 0.1
     config = types.SimpleNamespace(gradient_clipping_threshold=threshold)
     names = {"gx": gx, "nnx": nnx, "optax": optax, "jnp": jnp, "config": config}
     names |= {"loss_fn": loss_fn, "layers": ["decoder/layers"]}
@@ -826,6 +779,8 @@ def test_the_lines_for_levanter_leave_its_own_trainer_state(standard_promotion):
 
     def loss_fn(model, x, key):
         arrays, rest = eqx.partition(model["transformer"]["layers"], eqx.is_array)
+        # Haliax's Stacked reads the first layer for its shapes, and drops it.
+        jax.tree.map(lambda w: jnp.take(w, 0, axis=0), arrays)
 
         def layer(x, part):
             return x + jnp.tanh(jax.vmap(eqx.combine(part, rest))(x)), None
