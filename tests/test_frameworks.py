@@ -124,9 +124,8 @@ def test_the_state_of_layers_is_carried():
 
 
 @pytest.mark.slow
-def test_keras_carries_the_seed_of_its_dropout(request, monkeypatch):
+def test_keras_carries_the_seed_of_its_dropout(standard_promotion, monkeypatch):
     monkeypatch.setenv("KERAS_BACKEND", "jax")
-    request.getfixturevalue("standard_promotion")
     left = run("Keras 3 on JAX", [])
     x, labels = np.ones((8, 64), np.float32), np.zeros(8, int)
     params, averages = ([v.value for v in left[k]] for k in ("learning", "rest"))

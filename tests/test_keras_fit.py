@@ -566,18 +566,6 @@ def test_weights_of_another_model_are_loaded_by_the_place_of_its_layers(k, tmp_p
     assert np.abs(np.asarray(moments[0][0]) - moments[0][1]).max() > 0
 
 
-def test_masks_see_the_paths_of_variables(k):
-    def kernels(params):
-        return jax.tree.map_with_path(lambda path, _: "kernel" in path[0].key, params)
-
-    tx = optax.masked(optax.set_to_zero(), kernels)
-    start = new_model(k)
-    model, _ = train(k, k.Optimizer(optax.chain(optax.sgd(0.01), tx)))
-    for before, after in zip(start.weights, model.weights, strict=True):
-        same = np.array_equal(before.value, after.value)
-        assert same == ("kernel" in after.path), after.path
-
-
 def test_the_state_is_made_once(k, monkeypatch):
     """The variables are copies of it, and each copy frees its leaf."""
     layers = [k.keras.layers.Dense(256, use_bias=False) for _ in range(8)]
