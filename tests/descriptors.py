@@ -27,7 +27,7 @@ def factory(name: str) -> Callable[..., Any]:
     return getattr(gx if hasattr(gx, name) else gx.contrib, name)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # It is hashed as it stands.
 class Descriptor:
     name: str  # of the public factory
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
