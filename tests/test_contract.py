@@ -62,9 +62,12 @@ class Compiled:
         return optax.GradientTransformationExtraArgs(self.tx.init, update)
 
 
-@pytest.fixture(scope="module")
+compiled_once = functools.lru_cache(maxsize=1)(Compiled)
+
+
+@pytest.fixture
 def compiled(row):
-    return Compiled(row)
+    return compiled_once(row)
 
 
 def in_turn(turn):
