@@ -540,10 +540,11 @@ def cleared(state):
     return jax.tree.map(clear, state, is_leaf=is_sum)
 
 
+@in_turn(2)
 def test_half_precision_is_single_precision_rounded(row, compiled):
     """An ulp of the same step in float32, without jit, where each operation rounds.
 
-    The two dtypes take turns, and most factories have more rows than one.
+    The two dtypes take turns. test_large_leaves.py has each row in both.
     """
     skip_if_wide(row)
     dtype = ("float16", "bfloat16")[DESCRIPTORS.index(row) % 2]
@@ -577,6 +578,7 @@ def check_traced_types(row, tx, grads, params):
         assert types(after) == types(state)
 
 
+@in_turn(0)
 def test_multi_steps_acts_once_on_the_mean(row, compiled, standard_promotion):
     params, grads = draw(0), draw(1)
     multi = optax.MultiSteps(row.make(), every_k_schedule=2)
