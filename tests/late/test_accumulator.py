@@ -239,7 +239,7 @@ def stream(seed, brings):
         yield grads, given, extra
 
 
-QUICK = "last", "finite to the last", "late to the last", "fedbuff"
+QUICK = "finite to the last", "late to the last"
 
 
 @pytest.mark.parametrize(
@@ -451,3 +451,441 @@ def test_a_row_forgets_its_old_gradient_unless_it_is_a_part_of_the_mean(method):
             params, state = step(params, state, grads, np.int32(worker), seen)
     wanted = np.nan if method == "latest" else -0.5
     np.testing.assert_array_equal(params, np.full(3, wanted))
+
+
+# Against optax.
+
+PARAMS = {"w": jnp.ones((2, 3)), "none": None, "b": jnp.full(3, -1.0)}
+INNER = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adamw": lambda: optax.adamw(optax.linear_schedule(0.1, 0.0, 9)),
+    "adagrad": lambda: optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)),
+    "novograd": lambda: gx.novograd(0.1, weight_decay=0.01),
+}
+
+
+def pushes(seed, number=12):
+    """Pushes of a few steps, some not finite, and how many pushes each step needs."""
+    rng = np.random.default_rng(seed)
+    grads = {k: rng.standard_normal((number, *PARAMS[k].shape)) for k in ("w", "b")}
+    bad = rng.random(number) < 0.2
+    grads["b"][bad, rng.integers(3)] = rng.choice([np.nan, np.inf, -np.inf])
+    each = rng.integers(1, 5, number)
+    if seed % 2:  # Every step needs the same number.
+        each[:] = each[0]
+    grads = {k: jnp.float32(g) for k, g in grads.items()}
+    return {**grads, "none": None}, jnp.int32(each), bad
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("inner", "skip"), half(INNER, [True, False]))
+def test_equals_multi_steps(inner, skip):
+    """A mean of finite pushes, or a sum of all."""
+
+    @jax.jit
+    def trained(grads, each):
+        ours = gx.accumulate(
+            INNER[inner](),
+            lambda step: each[step],
+            reduction="mean" if skip else "sum",
+            skip_nonfinite=skip,
+        )
+        theirs = optax.MultiSteps(
+            INNER[inner](),
+            lambda step: each[step],
+            use_grad_mean=skip,
+            should_skip_update_fn=optax.skip_not_finite if skip else None,
+        )
+
+        def push(carry, grads):
+            (p, s), (q, t) = carry
+            p, s = gx.apply_gradients(ours, grads, s, p)
+            updates, t = theirs.update(grads, t, q)
+            return ((p, s), (optax.apply_updates(q, updates), t)), None
+
+        start = (PARAMS, ours.init(PARAMS)), (PARAMS, theirs.init(PARAMS))
+        return jax.lax.scan(push, start, grads)[0]
+
+    close = functools.partial(chex.assert_trees_all_close, rtol=1e-6, atol=1e-6)
+    for seed in range(6):
+        grads, each, bad = pushes(seed)
+        if not skip:
+            grads, bad = jax.tree.map(jnp.nan_to_num, grads), 0
+            grads = jax.tree.map(lambda g: jnp.clip(g, -9, 9), grads)
+        (params, state), (expected, multi) = trained(grads, each)
+        close(params, expected)
+        counts = state.global_step, state.num_accumulated, state.nonfinite_count
+        assert counts == (multi.gradient_step, multi.mini_step, np.sum(bad))
+        close(*map(jax.tree.leaves, (state.inner_state, multi.inner_opt_state)))
+
+
+# Numbers at their ends.
+
+
+def after(tx, params, *pushes):
+    """Parameters and state after these pushes: a gradient, and extra arguments."""
+    state = tx.init(params)
+    for g, extra in pushes:
+        params, state = gx.apply_gradients(tx, g, state, params, **extra)
+    return params, state
+
+
+WHOLE = optax.sgd(1.0)
+SIZES = [1, 3, 12]
+# The dtype of gradients, and weights in the proportion of SIZES.
+WEIGHTS = {
+    "uint8": ("float32", np.array(SIZES, np.uint8)),
+    "int64": ("float32", np.array(SIZES, np.int64) * 2**33),
+    "huge": ("float32", [2**62, 3 * 2**62, 12 * 2**62]),
+    "tiny": ("float32", np.float32(SIZES) * np.float32(2.0**-100)),
+    "float64": ("float64", np.float64(SIZES) / 3),
+    "float16": ("float16", np.float16(SIZES)),
+    "bfloat16": ("bfloat16", SIZES),
+    "complex64": ("complex64", SIZES),
+    # 2²⁴ + 1 tokens are rounded to 2²⁴ in the sum of weights.
+    "large": ("float32", [2**24, 3 * 2**24, 12 * 2**24 + 1]),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_only_the_proportion_of_weights_matters(name):
+    dtype, weights = WEIGHTS[name]
+    grads = np.array([[1.5, -0.25], [2.0, 8.0], [0.1, 5.0]])
+    grads = grads * (1 - 2j) if "c" in dtype else grads
+    with jax.enable_x64(dtype == "float64"):
+        grads = jnp.asarray(grads, dtype)
+        each = [(g, {"weight": w}) for g, w in zip(grads, weights, strict=True)]
+        got, state = after(gx.accumulate(WHOLE, 3), jnp.zeros(2, dtype), *each)
+        double = dtype == "float64"
+        assert (got.dtype, state.total_weight.dtype == "float64") == (dtype, double)
+        wide = np.asarray(grads).astype("complex128")
+        wanted = -(np.array(SIZES) @ wide) / sum(SIZES)
+        rtol = {"float64": 1e-15, "float16": 1e-3, "bfloat16": 8e-3}.get(dtype, 2e-7)
+        np.testing.assert_allclose(np.asarray(got).astype(complex), wanted, rtol=rtol)
+
+
+def test_a_weight_of_0_is_nothing_and_one_that_is_wrong_is_nan():
+    tx = gx.accumulate(WHOLE, 2)
+    push = jax.jit(functools.partial(gx.apply_gradients, tx))
+    params, state = jnp.zeros(2), tx.init(jnp.zeros(2))
+    for _ in range(2):  # A step of nothing.
+        params, state = push(jnp.full(2, jnp.nan), state, params, weight=0.0)
+    assert (state.global_step, state.num_accumulated, state.total_weight) == (1, 0, 0)
+    np.testing.assert_array_equal(params, [0.0, 0.0])
+    for wrong in (jnp.nan, -1.0):
+        new, after = push(jnp.ones(2), state, params, weight=wrong)
+        new, _ = push(jnp.ones(2), after, new, weight=1.0)
+        assert np.isnan(new).all()
+
+
+def test_without_a_weight_a_push_weighs_1():
+    pushes = (jnp.float32(6), {"weight": 2}), (jnp.float32(3), {})
+    params, state = after(gx.accumulate(WHOLE, 2), jnp.zeros(()), *pushes)
+    assert (params, state.total_weight) == (-5.0, 3.0)
+
+
+def test_a_sum_of_half_precision_gradients_is_kept_in_float32():
+    tx = gx.conditional_accumulator(WHOLE, 1000)
+    params, grad = jnp.zeros(3, jnp.bfloat16), jnp.full(3, 0.01, jnp.bfloat16)
+
+    def body(state, _):
+        updates, state = tx.update(grad, state, params, local_step=0)
+        return state, updates
+
+    state, updates = jax.lax.scan(body, tx.init(params), length=1000)
+    assert state.accumulated.dtype == jnp.float32
+    np.testing.assert_array_equal(updates[-1], -grad)
+    # The weight is not rounded either.
+    tx = gx.conditional_accumulator(
+        optax.identity(), 3, max_staleness=4, weight=lambda s: 1 + s / 1024
+    )
+    state = tx.init(params)._replace(global_step=jnp.int32(4))
+    for local_step in (3, 1):
+        _, state = tx.update(jnp.ones_like(params), state, local_step=local_step)
+    np.testing.assert_array_equal(state.accumulated, np.float32(2 + 4 / 1024))
+
+
+@pytest.mark.parametrize("bad", [-np.inf, complex(1, np.inf), 3e38 + 3e38j])
+def test_a_number_is_finite_in_both_of_its_parts(bad):
+    """The absolute value of the last one is inf."""
+    tx = gx.accumulate(WHOLE, 1, skip_nonfinite=True)
+    params = jnp.zeros(3, jnp.complex64 if isinstance(bad, complex) else jnp.float32)
+    _, state = after(tx, params, (params.at[1].set(bad), {}))
+    assert state.nonfinite_count == int(not np.isfinite(bad))
+
+
+def test_a_schedule_says_how_many_make_each_step():
+    # optax's schedules give real numbers. Below 1 means 1 in a compiled program.
+    schedules = {
+        "below 1": (lambda step: jnp.array([0, -7, 2])[step], [0, 1, 3, 5]),
+        "real": (optax.linear_schedule(1.5, 3.5, 2), [1, 4]),
+        "huge": (lambda step: jnp.uint32(2**32 - 1), []),
+    }
+    for schedule, steps in schedules.values():
+        tx = gx.accumulate(WHOLE, schedule)
+
+        def push(state, grad, tx=tx):
+            updates, state = tx.update(grad, state)
+            return state, updates
+
+        _, updates = jax.lax.scan(push, tx.init(jnp.zeros(())), jnp.ones(6))
+        assert np.flatnonzero(updates).tolist() == steps
+        assert set(updates[np.array(steps, int)].tolist()) <= {-1.0}
+
+
+def test_a_number_required_that_shrinks_takes_all_there_are():
+    """As in TensorFlow, the mean is over the pushes held, not the number required."""
+
+    @jax.jit
+    def push(grad, state, param, number, local_step=0):
+        tx = gx.conditional_accumulator(WHOLE, number)
+        return gx.apply_gradients(tx, grad, state, param, local_step=local_step)
+
+    param = jnp.float32(0.0)
+    state = gx.conditional_accumulator(WHOLE, 9).init(param)
+    # A dropped push completes no step.
+    for grad, number, local_step in ((1.0, 9, 0), (2.0, 9, 0), (6.0, 2, -1)):
+        given = jnp.float32(grad), state, param, jnp.int32(number)
+        param, state = push(*given, jnp.int32(local_step))
+    assert (param, state.num_accumulated, state.stale_count) == (0.0, 2, 1)
+    param, state = push(jnp.float32(6.0), state, param, jnp.int32(2))
+    assert (param, state.num_accumulated) == (-3.0, 0)
+
+
+# What a sum keeps.
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype", "sums"),
+    [("apply", "bfloat16", None), ("update", "float32", "bfloat16")],
+)
+def test_nothing_of_the_sum_before_reaches_the_next(how, dtype, sums):
+    """A NaN in one sum, and leaves that have a gradient, rows, or nothing in turn."""
+    tx = gx.accumulate(optax.sgd(0.5), 2, accumulator_dtype=sums)
+    rows = gx.IndexedSlices([1, 1], jnp.ones((2, 2), dtype), (3, 2))
+    step = jax.jit(functools.partial(stepped, tx, how=how))
+    params = {"w": jnp.zeros(4, dtype), "table": jnp.zeros((3, 2), dtype)}
+    state = tx.init(params)
+    ones = jax.tree.map(jnp.ones_like, params)
+    pushed = [(np.nan, None), (1, 2), (None, rows), (None, 1), (4, rows), (None, rows)]
+    for number, (w, table) in enumerate(pushed):
+        grads = {"w": w if w is None else w * ones["w"], "table": table}
+        if isinstance(table, int):
+            grads["table"] = table * ones["table"]
+        params, state = step(grads, state, params)
+        if number == 1:  # The window of the NaN. It is taken out by hand.
+            assert np.isnan(params["w"].astype("float32")).all()
+            params = {**params, "w": jnp.zeros(4, dtype)}
+    # The last sum of w waits. Those of the table are 2, 3 and 4 in its second row.
+    got = {k: np.float32(x) for k, x in params.items()}
+    np.testing.assert_array_equal(got["w"], np.zeros(4))
+    np.testing.assert_array_equal(got["table"][:, 0], [-0.75, -2.25, -0.75])
+
+
+def test_a_count_that_is_reset_begins_a_new_sum():
+    """As in ``optax.MultiSteps``, whose running mean forgets the old one then, too."""
+    tx, params = gx.accumulate(WHOLE, 2), jnp.zeros(2)
+    _, state = tx.update(jnp.full(2, jnp.inf), tx.init(params), params)
+    state = state._replace(num_accumulated=jnp.int32(0))
+    for g in (1.0, 3.0):
+        updates, state = tx.update(jnp.full(2, g), state, params)
+    np.testing.assert_array_equal(updates, [-2.0, -2.0])
+
+
+def test_an_update_that_the_sum_cannot_hold_is_not_rounded():
+    """The sum is bfloat16, so updates in float32 come out in arrays of their own."""
+    inner = optax.stateless(lambda u, _: jax.tree.map(lambda x: x + 2**-20, u))
+    tx, params = gx.accumulate(inner, 1, accumulator_dtype="bfloat16"), jnp.zeros(2)
+    updates, _ = tx.update(jnp.ones(2), tx.init(params), params)
+    np.testing.assert_array_equal(updates, np.float32(1 + 2**-20))
+
+
+@pytest.mark.parametrize("old", [400.0, np.nan])
+def test_a_norm_sees_nothing_of_the_sum_before(old):
+    tx = gx.accumulate(optax.chain(gx.clip_by_global_norm(1.0), WHOLE), 1)
+    params = {"a": jnp.zeros(1), "b": jnp.zeros(1)}
+    _, state = after(tx, params, ({"a": jnp.array([old]), "b": jnp.ones(1)}, {}))
+    grads = {"a": None, "b": jnp.full(1, 0.5)}
+    new, _ = gx.apply_gradients(tx, grads, state, params)
+    np.testing.assert_array_equal([new["a"], new["b"]], [[0.0], [-0.5]])
+
+
+def test_on_gpu_the_gradient_of_a_matrix_waits_for_the_sum_before_it():
+    """But not that of a table: it may be scattered into its sum."""
+    tx = gx.accumulate(optax.sgd(0.1), 4)
+    layers = {f"layer {i}": jnp.zeros((256, 256)) for i in range(3)}
+    params = layers | {"table": jnp.zeros((2**14, 2)), "bias": jnp.zeros(256)}
+    push = jax.jit(functools.partial(gx.apply_gradients, tx))
+    traced = push.trace(params, tx.init(params), params)
+    for platform, barriers in ("cuda", 2), ("rocm", 2), ("tpu", 0):
+        program = traced.lower(lowering_platforms=(platform,)).as_text()
+        # The zero of an empty sum has one, too.
+        found = re.findall("optimization_barrier %.*: tensor<256x256xf32>", program)
+        assert len(found) == barriers
+
+
+# Whose arguments these are.
+
+
+def test_last_and_weight_stay_with_the_outermost_accumulator():
+    """An accumulator inside of it counts each mean as one push."""
+    seen = []
+
+    def update(updates, state, params=None, **extra):
+        seen.append(set(extra))
+        return updates, state
+
+    probe = optax.GradientTransformationExtraArgs(lambda _: (), update)
+    tx = gx.accumulate(gx.accumulate(probe, 2), 2)
+    state = tx.init(jnp.zeros(()))
+    for g, w in ((1.0, 1), (5.0, 3), (7.0, 9)):
+        extra = {"weight": w, "last": g == 7, "value": 0.5}
+        updates, state = tx.update(jnp.float32(g), state, **extra)
+    assert {frozenset(names) for names in seen} == {frozenset({"value"})}
+    assert (state.global_step, state.inner_state.num_accumulated) == (2, 0)
+    assert updates == (4 + 7) / 2
+
+
+def test_a_gate_around_passes_them_on():
+    tx = gx.drop_stale(gx.skip_spikes(gx.accumulate(WHOLE, 5)), 9)
+    first = jnp.float32(1), {"weight": 1, "last": False, "local_step": 0}
+    last = jnp.float32(5), {"weight": 3, "last": np.True_, "local_step": 0}
+    assert after(tx, jnp.zeros(()), first, last)[0] == -4.0
+
+
+def test_delayed_gives_no_older_gradient_the_newest_weight():
+    tx = gx.delayed(gx.accumulate(WHOLE, 2), 1)
+    state = tx.init(jnp.zeros(()))
+    tx.update(jnp.ones(()), state, last=True)
+    with pytest.raises(TypeError, match="put the accumulator around delayed"):
+        tx.update(jnp.ones(()), state, weight=2)
+    around = gx.accumulate(gx.delayed(WHOLE, 1), 2)
+    around.update(jnp.ones(()), around.init(jnp.zeros(())), weight=2)
+
+
+# Bad input.
+
+
+def update(tx, grads=None, **extra):
+    params = jnp.zeros(2)
+    state = tx.init(params)
+    return tx.update(params if grads is None else grads, state, params, **extra)
+
+
+def gives(number):
+    return lambda: update(gx.accumulate(WHOLE, lambda step: number))
+
+
+def mean(**extra):
+    tx, given = gx.worker_mean(WHOLE, 2, method="all"), {"worker": 0, "local_step": 0}
+    given = {k: x for k, x in (given | extra).items() if x is not None}
+    return lambda: update(tx, **given)
+
+
+IN_COUNTS = r"^num_required\(global_step\) must be in \[1, 2147483647\], got "
+NO_NUMBER = r"^num_required\(global_step\) must be a real scalar, got "
+SUM = functools.partial(gx.conditional_accumulator, WHOLE, 2)
+ERRORS = [
+    (gives(0), ValueError, IN_COUNTS + "0"),
+    (gives(jnp.int32(-1)), ValueError, IN_COUNTS + "-1"),
+    (gives(jnp.float32(jnp.nan)), ValueError, IN_COUNTS + "nan"),
+    (gives(True), TypeError, NO_NUMBER + "True"),
+    (gives(None), TypeError, NO_NUMBER + "None"),
+    (lambda: SUM(reduction="max"), ValueError,
+     "reduction must be one of 'mean', 'sum', 'row_mean', got 'max'"),
+    (lambda: SUM(weight=0.5), TypeError,
+     r"weight must be a function of the staleness.*, got 0\.5"),
+    (lambda: update(SUM(weight=lambda s: -1), local_step=0), ValueError,
+     r"weight\(staleness\) must be in \[0, inf\), got -1"),
+    (lambda: update(SUM()), TypeError,
+     r"conditional_accumulator needs local_step: pass update\("),
+    (lambda: gx.accumulate(WHOLE, 4, axis_name={"w": "x"}), TypeError,
+     "axis_name must be a mesh axis, or several"),
+    (lambda: update(gx.accumulate(WHOLE, 4, axis_name="data")), ValueError,
+     "'data' is neither an axis of a shard_map"),
+    (lambda: gx.worker_mean(WHOLE, 2, method="mean"), ValueError,
+     "^method must be one of 'all', 'latest', 'ringleader', got 'mean'"),
+    (mean(worker=None), TypeError, "^worker_mean needs worker: pass"),
+    (mean(local_step=None), TypeError, "^worker_mean needs local_step: pass"),
+    (mean(worker=2), ValueError, r"^worker must be in \[0, 2\), got 2"),
+    (mean(worker=0.5), TypeError, "^worker must be an integer scalar"),
+    (mean(grads=jnp.ones(3)), TypeError,
+     "^updates and a row of the table differ at the root"),
+    (mean(grads=gx.IndexedSlices([0], jnp.ones(1), (2,))), TypeError,
+     "^worker_mean changes every row"),
+    (lambda: jax.jit(lambda n: gx.worker_mean(WHOLE, n, method="all"))(2), TypeError,
+     "^num_workers is a shape.*static_args"),
+]  # fmt: skip
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("make", "error", "message"), ERRORS)
+def test_bad_input(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("extra", "error", "message"),
+    [
+        ({"weight": -1}, ValueError, r"weight must be in \[0, inf\), got -1"),
+        ({"weight": jnp.float32(-0.5)}, ValueError, r"weight must be in .* got -0\.5"),
+        ({"weight": np.nan}, ValueError, r"weight must be in \[0, inf\), got nan"),
+        ({"weight": np.inf}, ValueError, r"weight must be in \[0, inf\), got inf"),
+        ({"weight": 10**400}, ValueError, "weight must be .*, got 10000"),
+        ({"weight": jnp.ones(3)}, TypeError, "weight must be a real scalar, got Array"),
+        ({"weight": True}, TypeError, "weight must be a real scalar, got True"),
+        ({"weight": 1j}, TypeError, "weight must be a real scalar, got 1j"),
+        ({"weight": "3"}, TypeError, "weight must be a real scalar, got '3'"),
+        ({"last": 1}, TypeError, "last must be a bool, or an array bool.., got 1"),
+        ({"last": jnp.zeros(2, bool)}, TypeError, "last must be a bool"),
+        ({"last": "yes"}, TypeError, "last must be a bool, .* got 'yes'"),
+    ],
+)
+def test_what_is_no_weight_and_no_last(extra, error, message):
+    for make in (gx.accumulate, gx.conditional_accumulator):
+        for how in ("apply", "update"):
+            tx, p = make(WHOLE, 2), jnp.zeros(3)
+            with pytest.raises(error, match=message):
+                stepped(tx, p, tx.init(p), p, how, local_step=0, **extra)
+
+
+def test_a_vector_and_a_number_are_refused_while_tracing_too():
+    step = gx.minimize(lambda w: w, gx.accumulate(WHOLE, 2), donate=False)
+    params = jnp.zeros(())
+    state = gx.accumulate(WHOLE, 2).init(params)
+    with pytest.raises(TypeError, match="weight must be a real scalar"):
+        step(params, state, weight=jnp.ones(2))
+    with pytest.raises(TypeError, match="last must be a bool"):
+        step(params, state, last=jnp.int32(1))
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda tx: gx.accumulate(tx, 2),
+        lambda tx: gx.conditional_accumulator(tx, 2),
+        lambda tx: gx.worker_mean(tx, 2, method="latest"),
+        lambda tx: gx.delayed(tx, 1),
+    ],
+    ids=["accumulate", "conditional_accumulator", "worker_mean", "delayed"],
+)
+def test_lookahead_goes_around_gates_that_keep_gradients(around):
+    """As it takes those of ``params.fast`` alone, there is no room for them."""
+    pair = optax.LookaheadParams.init_synced({"w": jnp.zeros(2)})
+    with pytest.raises(TypeError, match="put it around this transformation"):
+        around(optax.lookahead(optax.sgd(1.0), 2, 0.5)).init(pair)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_lookahead_around_micro_batches():
+    tx = optax.lookahead(gx.accumulate(WHOLE, 2), 4, 0.5)
+    pair = optax.LookaheadParams.init_synced(jnp.zeros(2))
+    state = tx.init(pair)
+    for _ in range(4):
+        updates, state = tx.update(jnp.ones(2), state, pair)
+        pair = gx.apply_updates(pair, updates)
+    # Two steps of 1. The slow parameters go half of the way.
+    assert pair.slow.tolist() == pair.fast.tolist() == [-1.0, -1.0]
