@@ -189,7 +189,7 @@ def test_no_step_count_wraps(global_step, local_step, max_staleness):
     state = gx.drop_stale(optax.identity(), 0).init(1.0)
     state = state._replace(global_step=jnp.int32(global_step))
     largest = 2**31 - 1
-    late = min(max(global_step - local_step, -largest), largest)
+    late = min(global_step - max(min(local_step, largest), -(2**31)), largest)
     with jax.enable_x64(abs(local_step) == 2**32):
         after = pushed(state, jnp.asarray(local_step, int), max_staleness)
         assert after.staleness == late
