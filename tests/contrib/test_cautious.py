@@ -199,7 +199,8 @@ def test_layers_that_are_sharded_or_whose_entries_are(spec):
     np.testing.assert_allclose(got, masked(u, g, (1,)), rtol=1e-6)
 
 
-def rows(tx=gx.adagrad(0.1)):
+def rows():
+    tx = gx.adagrad(0.1)
     grads = {"emb": gx.IndexedSlices([1], jnp.ones((1, 2)), (4, 2))}
     table = {"emb": jnp.ones((4, 2))}
     return cautious(tx).update(grads, cautious(tx).init(table), table)

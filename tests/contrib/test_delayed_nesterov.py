@@ -37,9 +37,10 @@ def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
 
 def test_a_period_forgets_the_one_before():
     """While the momentum has not moved yet, a NaN has not reached it either."""
-    tx = gx.contrib.scale_by_delayed_nesterov(num_delay=3)
+    tx = gx.contrib.scale_by_delayed_nesterov(num_delay=3, accumulator_dtype="bfloat16")
     grads = jnp.ones(2)
     state = tx.init(grads)
+    assert (state.accumulated.dtype, state.mu.dtype) == ("bfloat16", "float32")
     update = jax.jit(tx.update)
     for _ in range(4):
         _, state = update(grads, state)
