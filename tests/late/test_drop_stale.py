@@ -245,21 +245,6 @@ def test_a_traced_threshold_at_its_ends(schedule, at, stale):
     assert state.stale_count == stale
 
 
-def test_a_schedule_sees_accepted_updates_alone():
-    seen = []
-
-    def schedule(step):
-        jax.debug.callback(lambda k: seen.append(int(k)), step)
-        return 0
-
-    tx = gx.drop_stale(optax.sgd(0.1), schedule)
-    state = tx.init(PARAMS)
-    for local_step in (0, 0, 1, 0):  # accepted, dropped, accepted, dropped
-        _, state = tx.update(GRADS, state, PARAMS, local_step=local_step)
-    jax.effects_barrier()
-    assert seen == [0, 1, 1, 2]
-
-
 @pytest.mark.parametrize(
     "limit",
     [
@@ -284,23 +269,3 @@ def test_a_threshold_of_any_size_and_width(limit, scheduled):
         late = state._replace(global_step=jnp.int32(8))
         _, after = tx.update(GRADS, late, PARAMS, local_step=0)
         assert after.stale_count == 1
-
-
-@pytest.mark.parametrize(("published", "wanted"), [("global_step", 6), ("own", 1)])
-def test_a_trainers_own_counter_is_no_local_step(published, wanted):
-    """It counts dropped pushes, too. Each gradient comes two pushes late."""
-    tx = gx.drop_stale(optax.sgd(0.1), max_staleness=1)
-    params, seen, local_steps = jnp.ones(3), [0, 0, 0], []
-    state = tx.init(params)
-    for update in range(20):
-        local_steps.append(seen.pop(0))
-        _, state = tx.update(params, state, params, local_step=local_steps[-1])
-        known = int(gx.global_step(state))
-        seen.append(known if published == "global_step" else update + 1)
-    # The rule itself, with numbers of Python.
-    global_step = dropped = 0
-    for local_step in local_steps:
-        late = global_step - local_step > 1
-        dropped, global_step = dropped + late, global_step + (not late)
-    assert (state.global_step, state.stale_count) == (global_step, dropped)
-    assert dropped == wanted

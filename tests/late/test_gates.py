@@ -53,7 +53,7 @@ def pushes_to_poison(gate):
     return params, state, {how: jax.jit(push) for how, push in hows.items()}
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("poison", [np.nan, 1e38])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
 @pytest.mark.parametrize("gate", REFUSE_LATE_PUSHES)
 def test_no_entry_of_a_late_gradient_reaches_anything(gate, how, poison):

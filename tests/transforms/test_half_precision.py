@@ -341,22 +341,6 @@ def test_a_state_with_blocks_along_another_axis_goes_on():
     jax.tree.map(np.testing.assert_array_equal, after, other)
 
 
-def test_leaves_in_float32_and_without_gradient_stay():
-    params = {
-        "half": jnp.ones(3, jnp.bfloat16),
-        "full": jnp.ones(3),
-        "frozen": jnp.ones(2, jnp.bfloat16),
-    }
-    tx = gx.master_weights(optax.adam(0.1))
-    state = tx.init(params)
-    assert state.residual["full"] == optax.MaskedNode()
-    grads = {"half": jnp.ones(3, jnp.bfloat16), "full": jnp.ones(3), "frozen": None}
-    params, after = gx.apply_gradients(tx, grads, state, params)
-    np.testing.assert_array_equal(wide(params["frozen"]), 1)
-    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
-    np.testing.assert_allclose(params["full"], 0.9, rtol=1e-6)
-
-
 def test_random_rounding_is_right_on_average_and_the_same_for_a_seed():
     tx = gx.round_stochastically(7)
     for dtype in (jnp.bfloat16, jnp.float16):
