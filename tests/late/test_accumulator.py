@@ -20,7 +20,7 @@ import gradxform as gx
 from tests import oracles
 from tests.conftest import half
 
-RATE, MOMENTUM, DECAY, LONGEST, WORKERS = 0.1, 0.5, 0.25, 0.5, 2
+RATE, MOMENTUM, DECAY, LONGEST, WORKERS = 0.1, 0.5, 0.25, 2.0, 2
 PUSHES = 40
 
 
@@ -223,11 +223,11 @@ def stream(seed, brings):
         if "weight" in brings:
             extra["weight"] = rng.choice([0, 0.5, 1, 3])
             bad |= not extra["weight"]
-        if "last" in brings:
-            extra["last"] = rng.random() < 0.25
         if "late" in brings:
             extra["late"] = rng.choice([-1, 0, 0, 1, 2, 9])
             bad |= extra["late"] == 9  # Later than each bound.
+        if "last" in brings:
+            extra["last"] = rng.random() < (0.6 if bad else 0.2)
         if bad:  # It is left out, or weighs nothing. Not even NaN may get through.
             leaf = rng.choice([*grads])
             row = np.flatnonzero(~np.ma.getmaskarray(grads[leaf]).any(-1))[0]
