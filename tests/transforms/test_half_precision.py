@@ -991,6 +991,14 @@ def test_a_block_of_tiny_numbers_is_kept():
     assert rms < 0.01
 
 
+def test_no_positive_number_becomes_0():
+    """Not even one that is far below the smallest part of its block."""
+    numbers = np.zeros(64, np.float32)
+    numbers[:2] = 1, 1e-20
+    read = kept_in_8_bits(numbers, 64)
+    np.testing.assert_array_equal(read > 0, numbers > 0)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def pushed_once(tx, grads, state, params):
     return gx.apply_gradients(tx, grads, state, params)
