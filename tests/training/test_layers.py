@@ -114,8 +114,13 @@ def test_a_state_for_the_trainable_part(tx, layers):
     one = LOSSES[adapted.__name__]
     step = gx.minimize(one.f, tx, layers=layers, **one.how)
     params, wanted = one.make(), train(one, Way(tx))
-    frozen = [name for name, learns in one.how["trainable"].items() if not learns]
-    state = tx.init(params | dict.fromkeys(frozen))
+    learns = one.how["trainable"]
+    state = tx.init(
+        {
+            k: p if learns[k] else jax.tree.map(lambda _: None, p)
+            for k, p in params.items()
+        }
+    )
     size = len(jax.tree.leaves(state))
     for (loss,) in wanted[2]:
         params, state, got = step(params, state, *one.batch)
