@@ -534,11 +534,6 @@ def twice(encode):
     return lambda p, ids, y: error(p, encode(p, encode(p, p["emb"][ids])), y)
 
 
-def over_two_axes(p, ids, y):
-    both = p["bias"][:, :LAYERS], p["bias"][:, :LAYERS].T
-    return scanned(both, lambda w: (w[0] * w[1]).sum())
-
-
 IN_TURNS = "'blocks/b' .* used by 'scan' .*, a loop that reads it in each turn"
 SECOND = "'blocks/b' is one of layers, but a second scan goes over it, 'scan'"
 HERE = ".*test_layers.py.*"
@@ -596,7 +591,6 @@ REFUSED = {
     ),
     "in a scan": (in_turns("scan"), ["blocks"], IN_TURNS),
     "in a loop": (in_turns("fori_loop"), ["blocks"], IN_TURNS),
-    "two axes": (over_two_axes, ["bias"], "'bias' is one of layers, but "),
     "a loop without a derivative": (
         lambda p, ids, y: plain(p, ids, y) * halved(p["gain"]).sum(),
         ["blocks"],
@@ -614,6 +608,16 @@ def test_a_stack_that_is_read_in_another_way(name):
     with pytest.raises(ValueError, match=message):
         step(params, tx.init(params), IDS, Y)
     jax.block_until_ready(params)  # Nothing is lost.
+
+
+def test_one_scan_goes_over_two_axes_of_a_stack():
+    def loss_fn(p):
+        return scanned((p["w"], p["w"].T), lambda w: (w[0] * w[1]).sum())
+
+    params = {"w": jnp.ones((3, 3))}
+    step = gx.minimize(loss_fn, optax.sgd(0.1), layers=["w"])
+    with pytest.raises(ValueError, match=r"'w' is one of layers, but a second scan"):
+        step(params, optax.sgd(0.1).init(params))
 
 
 def test_bad_arguments():
