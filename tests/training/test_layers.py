@@ -779,6 +779,17 @@ def test_a_threshold_lies_near_the_size_of_a_stack(length, shapes, tx):
     check(Loss(of_vectors, make=vectors(length, *shapes), batch=()), tx, rtol=2e-5)
 
 
+@pytest.mark.parametrize("length", [1, 2])
+def test_one_layer_is_its_own_sum_and_two_are_not(length):
+    tx, make = optax.lamb(0.1), vectors(length, (7,))
+    step = gx.minimize(of_vectors, tx, layers=["blocks"])
+    if length == 1:
+        step.trace(make(), tx.init(make()))
+        return
+    with pytest.raises(TypeError, match="may mix layers, by 'reduce_sum'"):
+        step.trace(make(), tx.init(make()))
+
+
 @pytest.mark.parametrize("length", [511, 512, 513])
 def test_blocks_across_layers_are_refused(length):
     """A matrix of 512 rows is divided along them, and so are so many vectors."""
