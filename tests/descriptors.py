@@ -27,7 +27,7 @@ def factory(name: str) -> Callable[..., Any]:
     return getattr(gx if hasattr(gx, name) else gx.contrib, name)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # It is hashed as it stands.
 class Descriptor:
     name: str  # of the public factory
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -124,7 +124,16 @@ class Descriptor:
         return f"{self.name}-{self.variant}" if self.variant else self.name
 
 
-D = Descriptor
+FIELDS = {field.name for field in dataclasses.fields(Descriptor)}
+
+
+def D(name: str, variant: str = "", **more: Any) -> Descriptor:
+    """A row, as the factory is called; fields of a row may stand beside arguments."""
+    kwargs = {k: v for k, v in more.items() if k not in FIELDS}
+    fields = {k: v for k, v in more.items() if k in FIELDS}
+    return Descriptor(name, kwargs, variant, **fields)
+
+
 # Its update changes every row, so it refuses row-sparse gradients.
 Dense = functools.partial(D, rows="refused")
 Narrow = functools.partial(Dense, variant="bf16", real_only=True)
@@ -145,8 +154,10 @@ KEPT = {
 }
 
 RATE = {"learning_rate": 0.1}
-ADAGRAD = D("adagrad", RATE)
-NOVOGRAD = Dense("novograd", RATE | {"global_clipnorm": 0.5})
+BF16 = jnp.bfloat16
+ADAGRAD = D("adagrad", **RATE)
+NOVOGRAD = Dense("novograd", **RATE, global_clipnorm=0.5)
+LOOK_AHEAD = Dense("momentum_look_ahead", **RATE)
 # Keras's clips, each a row of an optimizer that takes them.
 CLIPS = {"clipnorm": 0.5, "clipvalue": 0.125, "global_clipnorm": 0.5}
 
@@ -154,278 +165,195 @@ CLIPS = {"clipnorm": 0.5, "clipvalue": 0.125, "global_clipnorm": 0.5}
 def with_each_clip(make: Callable[..., Descriptor], name: str) -> list[Descriptor]:
     """Three rows. Clipping by value is for real gradients."""
     return [
-        make(name, RATE | {clip: value}, clip, real_only=clip == "clipvalue")
+        make(name, clip, **RATE, **{clip: value}, real_only=clip == "clipvalue")
         for clip, value in CLIPS.items()
     ]
 
 
+# Arguments that several rows have.
+START = {"initial_accumulator_value": 0.2}
+HELOCO = gx.contrib.MomentumAlignment()
+REGULARIZED = {"l1_regularization_strength": 0.5, "l2_regularization_strength": 0.3}
+Summing = functools.partial(D, inner=ADAGRAD, num_required=2, local_step=0)
+Rounding = functools.partial(D, reads_params=True, wide_updates=True)
+
+
+def of_one_worker(name: str, method: str, **more: Any) -> Descriptor:
+    return Dense(name, method, num_workers=1, method=method, worker=0, **more)
+
+
+def one_over(s: jax.Array) -> jax.Array:
+    return 1 / (1 + s)
+
+
+TWO_PASSES = ((0, 7), (0.75, 11.33))
+AT_ONCE = ((0, 3), (0.26, 7.33))
+
 DESCRIPTORS = (
-    D("clip_by_global_norm", {"max_norm": 1.0}, figures=((0, 4), (1, 6.83))),
-    D("clip_by_norm", {"max_norm": 0.5}, figures=((0, 4), (0.75, 8.33))),
-    D("densify", figures=((0, 3), (0.26, 7.33))),
-    D("scale_by_learning_rate", RATE, figures=((0, 3), (0.26, 7.33))),
-    D("scale_by_adagrad", figures=((0, 7), (0.75, 11.33))),
-    D("adagrad", RATE, figures=((0, 7), (0.75, 11.33))),
-    D(
-        "adagrad",
-        {
-            "learning_rate": 0.1,
-            "initial_accumulator_value": 0.2,
-            "eps": 0.3,
-            "eps_in_sqrt": False,
-        },
-        "tf1",
-    ),
-    D("adagrad", RATE | {"row_wise": True}, "row_wise"),
-    D("adagrad", RATE | {"accumulator_dtype": jnp.bfloat16}, "bf16"),
+    D("clip_by_global_norm", max_norm=1.0, figures=((0, 4), (1, 6.83))),
+    D("clip_by_norm", max_norm=0.5, figures=((0, 4), (0.75, 8.33))),
+    D("densify", figures=AT_ONCE),
+    D("scale_by_learning_rate", **RATE, figures=AT_ONCE),
+    D("scale_by_adagrad", figures=TWO_PASSES),
+    D("adagrad", **RATE, figures=TWO_PASSES),
+    D("adagrad", "tf1", **RATE, **START, eps=0.3, eps_in_sqrt=False),
+    D("adagrad", "row_wise", **RATE, row_wise=True),
+    D("adagrad", "bf16", **RATE, accumulator_dtype=BF16),
     *with_each_clip(D, "adagrad"),
-    Weights("ftrl", RATE, figures=((0, 12), (0.75, 16.33))),
+    Weights("ftrl", **RATE, figures=((0, 12), (0.75, 16.33))),
     Weights(
         "ftrl",
-        {
-            "learning_rate": 0.5,
-            "learning_rate_power": -0.7,
-            "initial_accumulator_value": 0.2,
-            "l1_regularization_strength": 0.5,
-            "l2_regularization_strength": 0.3,
-            "l2_shrinkage_regularization_strength": 0.1,
-            "beta": 0.4,
-        },
         "regularized",
+        learning_rate=0.5,
+        learning_rate_power=-0.7,
+        **START,
+        **REGULARIZED,
+        l2_shrinkage_regularization_strength=0.1,
+        beta=0.4,
         figures=((0, 12), (0.75, 16.33)),
     ),
     Weights(
         "ftrl",
-        {
-            "learning_rate": 0.5,
-            "l1_regularization_strength": 0.5,
-            "multiply_linear_by_learning_rate": True,
-        },
         "multiplied",
+        learning_rate=0.5,
+        l1_regularization_strength=0.5,
+        multiply_linear_by_learning_rate=True,
     ),
     *with_each_clip(Weights, "ftrl"),
-    Weights("proximal_adagrad", RATE, figures=((0, 7), (0.75, 11.33))),
+    Weights("proximal_adagrad", **RATE, figures=TWO_PASSES),
     Weights(
         "proximal_adagrad",
-        {
-            "learning_rate": 0.3,
-            "initial_accumulator_value": 0.2,
-            "l1_regularization_strength": 0.5,
-            "l2_regularization_strength": 0.3,
-        },
         "regularized",
-        figures=((0, 7), (0.75, 11.33)),
+        learning_rate=0.3,
+        **START,
+        **REGULARIZED,
+        figures=TWO_PASSES,
     ),
     Dense("scale_by_novograd", figures=((0, 7), (1, 11.33))),
-    Dense("novograd", RATE, figures=((0, 7), (1, 11.33))),
+    Dense("novograd", **RATE, figures=((0, 7), (1, 11.33))),
+    Dense("novograd", "weight_decay", **RATE, weight_decay=0.01, reads_params=True),
+    Dense("novograd", "grad_averaging", **RATE, grad_averaging=True),
+    Dense("novograd", "nesterov", **RATE, nesterov=True),
     Dense(
-        "novograd",
-        RATE | {"weight_decay": 0.01},
-        "weight_decay",
-        reads_params=True,
+        "novograd", "eps_outside", **RATE, b1=0.9, b2=0.5, eps=0.3, eps_in_sqrt=False
     ),
-    Dense("novograd", RATE | {"grad_averaging": True}, "grad_averaging"),
-    Dense("novograd", RATE | {"nesterov": True}, "nesterov"),
-    Dense(
-        "novograd",
-        RATE | {"b1": 0.9, "b2": 0.5, "eps": 0.3, "eps_in_sqrt": False},
-        "eps_outside",
-    ),
-    Dense("novograd", RATE | {"lr_in_momentum": True}, "lr_in_momentum"),
-    Narrow("novograd", RATE | {"mu_dtype": jnp.bfloat16}),
+    Dense("novograd", "lr_in_momentum", **RATE, lr_in_momentum=True),
+    Narrow("novograd", **RATE, mu_dtype=BF16),
     *with_each_clip(Dense, "novograd"),
-    Dense(
-        "scale_by_delayed_nesterov", {"num_delay": 2}, figures=((0, 10), (0.75, 14.33))
-    ),
+    Dense("scale_by_delayed_nesterov", num_delay=2, figures=((0, 10), (0.75, 14.33))),
     Dense(
         "delayed_nesterov",
-        RATE | {"num_delay": 2, "activation": 0.25},
+        **RATE,
+        num_delay=2,
+        activation=0.25,
         figures=((0, 10), (0.75, 14.33)),
     ),
-    Narrow("delayed_nesterov", RATE | {"num_delay": 2, "mu_dtype": jnp.bfloat16}),
-    Dense("delayed_nesterov", RATE | {"num_delay": 2, "b1": 0.5}, "b1"),
-    Dense("scale_by_momentum_look_ahead", figures=((0, 7), (0.75, 11.33))),
-    Dense("momentum_look_ahead", RATE, figures=((0, 7), (0.75, 11.33))),
-    Narrow("momentum_look_ahead", RATE | {"mu_dtype": jnp.bfloat16}),
-    Dense(
-        "momentum_look_ahead",
-        RATE | {"b1": 0.5, "alignment": gx.contrib.MomentumAlignment()},
-        "heloco",
-    ),
+    Narrow("delayed_nesterov", **RATE, num_delay=2, mu_dtype=BF16),
+    Dense("delayed_nesterov", "b1", **RATE, num_delay=2, b1=0.5),
+    Dense("scale_by_momentum_look_ahead", figures=TWO_PASSES),
+    Dense("momentum_look_ahead", **RATE, figures=TWO_PASSES),
+    Narrow("momentum_look_ahead", **RATE, mu_dtype=BF16),
+    Dense("momentum_look_ahead", "heloco", **RATE, b1=0.5, alignment=HELOCO),
     D("measure_norms", figures=((0, 4), (0.76, 8.33))),
     Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
-    D("lazy", {"inner": ADAGRAD}, figures=((0, 7), (0.75, 11.33))),
-    D(
-        "lazy",
-        {"inner": Dense("momentum_look_ahead", RATE)},
-        "mu",
-        rows="touched",
-    ),
+    D("lazy", inner=ADAGRAD, figures=TWO_PASSES),
+    D("lazy", "mu", inner=LOOK_AHEAD, rows="touched"),
     # Its momentum loses nothing to rounding, so the mask is that of the formula.
     Dense(
-        "cautious",
-        {"inner": Dense("momentum_look_ahead", RATE | {"b1": 0.5})},
-        rescales=True,
+        "cautious", inner=Dense("momentum_look_ahead", **RATE, b1=0.5), rescales=True
     ),
     # Here rounding turns the sign of some entries.
-    Dense("cautious", {"inner": NOVOGRAD}, "novograd", jumps=1e-3, rescales=True),
+    Dense("cautious", "novograd", inner=NOVOGRAD, jumps=1e-3, rescales=True),
     # The first two pushes with local_step 0 are fresh, the third is stale.
     Dense(
         "drop_stale",
-        {"inner": NOVOGRAD, "max_staleness": 1},
+        inner=NOVOGRAD,
+        max_staleness=1,
         local_step=0,
         figures=((0, 7), (1, 9.83)),
     ),
     D(
         "drop_stale",
-        {
-            "inner": D("drop_stale", {"inner": ADAGRAD, "max_staleness": 0}),
-            "max_staleness": 1,
-        },
         "nested",
+        inner=D("drop_stale", inner=ADAGRAD, max_staleness=0),
+        max_staleness=1,
         local_step=0,
     ),
     D(
         "conditional_accumulator",
-        {"inner": NOVOGRAD, "num_required": 1},
+        inner=NOVOGRAD,
+        num_required=1,
         local_step=1,
         figures=((0, 10), (1, 12.83)),
     ),
     # The second of three pushes acts, and the third is stale.
-    D(
-        "conditional_accumulator",
-        {"inner": ADAGRAD, "num_required": 2, "reduction": "sum"},
-        "waiting",
-        local_step=0,
-    ),
-    D(
-        "conditional_accumulator",
-        {"inner": ADAGRAD, "num_required": 2, "accumulator_dtype": jnp.bfloat16},
-        "bf16",
-        local_step=0,
-        real_only=True,
-    ),
+    Summing("conditional_accumulator", "waiting", reduction="sum"),
+    Summing("conditional_accumulator", "bf16", accumulator_dtype=BF16, real_only=True),
     # Every push acts. The second is one step late, and the third two.
     D(
         "conditional_accumulator",
-        {
-            "inner": ADAGRAD,
-            "num_required": 1,
-            "max_staleness": float("inf"),
-            "weight": lambda s: 1 / (1 + s),
-        },
         "late",
+        inner=ADAGRAD,
+        num_required=1,
+        max_staleness=float("inf"),
+        weight=one_over,
         local_step=0,
         figures=((0, 10), (1, 12.83)),
     ),
     D(
         "drop_stale",
-        {
-            "inner": D(
-                "conditional_accumulator", {"inner": ADAGRAD, "num_required": 2}
-            ),
-            "max_staleness": 1,
-        },
         "accumulator",
+        inner=D("conditional_accumulator", inner=ADAGRAD, num_required=2),
+        max_staleness=1,
         local_step=0,
     ),
-    D(
-        "accumulate",
-        {"inner": NOVOGRAD, "num_required": 1},
-        figures=((0, 10), (0.26, 12.83)),
-    ),
+    D("accumulate", inner=NOVOGRAD, num_required=1, figures=((0, 10), (0.26, 12.83))),
     # With one worker each push is a step; the third is stale.
-    Dense(
+    of_one_worker(
         "worker_mean",
-        {"inner": NOVOGRAD, "num_workers": 1, "method": "all"},
         "all",
+        inner=NOVOGRAD,
         local_step=1,
-        worker=0,
         figures=((1, 19), (2, 21.83)),
     ),
     # The first push fills the table.
-    Dense(
-        "worker_mean",
-        {"inner": ADAGRAD, "num_workers": 1, "method": "latest"},
-        "latest",
-        worker=0,
-    ),
-    Dense(
-        "worker_mean",
-        {"inner": ADAGRAD, "num_workers": 1, "method": "ringleader"},
-        "ringleader",
-        worker=0,
-    ),
+    of_one_worker("worker_mean", "latest", inner=ADAGRAD),
+    of_one_worker("worker_mean", "ringleader", inner=ADAGRAD),
     # The first of three pushes acts with the second; in the other row, with the third.
-    Dense("delayed", {"inner": NOVOGRAD, "num_steps": 1}, figures=((0, 9), (1, 13.83))),
-    Dense("delayed", {"inner": ADAGRAD, "num_steps": 2}, "two"),
+    Dense("delayed", inner=NOVOGRAD, num_steps=1, figures=((0, 9), (1, 13.83))),
+    Dense("delayed", "two", inner=ADAGRAD, num_steps=2),
     # The second of three pushes acts, and the third is added.
-    D(
-        "accumulate",
-        {"inner": ADAGRAD, "num_required": 2, "skip_nonfinite": True},
-        "waiting",
-    ),
-    D(
-        "drop_stale",
-        {"inner": ADAGRAD, "max_staleness": jnp.sqrt},
-        "schedule",
-        local_step=0,
-    ),
-    D(
-        "scale_by_staleness",
-        {"power": 0.5},
-        staleness=3,
-        figures=((0, 3), (0.26, 7.33)),
-    ),
-    D("scale_by_staleness", {"weight": lambda s: 1 / (1 + s)}, "weight", staleness=3),
-    D(
-        "scale_by_worker",
-        {"factors": [0.5, 2.0]},
-        worker=1,
-        figures=((0, 3), (0.26, 7.33)),
-    ),
+    D("accumulate", "waiting", inner=ADAGRAD, num_required=2, skip_nonfinite=True),
+    D("drop_stale", "schedule", inner=ADAGRAD, max_staleness=jnp.sqrt, local_step=0),
+    D("scale_by_staleness", power=0.5, staleness=3, figures=AT_ONCE),
+    D("scale_by_staleness", "weight", weight=one_over, staleness=3),
+    D("scale_by_worker", factors=[0.5, 2.0], worker=1, figures=AT_ONCE),
     D(
         "compensate_delay",
-        {"variance_control": 0.5},
+        variance_control=0.5,
         worker_params=True,
         reads_params=True,
         figures=((0, 4), (0.26, 8.33)),
     ),
     D("clip_by_zscore", figures=((0, 4), (1, 6.83))),
     # The third of three pushes is clipped; in the other row the second one, too.
-    D("clip_by_zscore", {"warmup": 2}, "two"),
-    D("clip_by_zscore", {"threshold": 0.2, "decay": 0.5, "warmup": 1}, "one"),
+    D("clip_by_zscore", "two", warmup=2),
+    D("clip_by_zscore", "one", threshold=0.2, decay=0.5, warmup=1),
     # The third of three pushes is a spike.
     Dense(
         "skip_spikes",
-        {"inner": NOVOGRAD, "warmup": 2, "sigmas": 0.5},
+        inner=NOVOGRAD,
+        warmup=2,
+        sigmas=0.5,
         figures=((0, 8), (1, 10.84)),
     ),
-    D("skip_spikes", {"inner": ADAGRAD, "window": 4, "sigmas": 0.5}, "window"),
+    D("skip_spikes", "window", inner=ADAGRAD, window=4, sigmas=0.5),
     # Parameters in float32 pass through.
-    D(
-        "master_weights",
-        {"inner": ADAGRAD},
-        reads_params=True,
-        wide_updates=True,
-        figures=((0, 7), (0.75, 11.33)),
-    ),
-    D(
-        "master_weights",
-        {"inner": ADAGRAD, "residual_dtype": "int8"},
-        "int8",
-        reads_params=True,
-        wide_updates=True,
-    ),
-    D(
-        "round_stochastically",
-        {"seed": 0},
-        reads_params=True,
-        wide_updates=True,
-        figures=((0, 3), (0.26, 7.33)),
-    ),
+    Rounding("master_weights", inner=ADAGRAD, figures=TWO_PASSES),
+    Rounding("master_weights", "int8", inner=ADAGRAD, residual_dtype="int8"),
+    Rounding("round_stochastically", seed=0, figures=AT_ONCE),
     # Its arrays are too small for 8 bits, but not where figures are taken.
-    D("low_bit_state", {"inner": ADAGRAD}, figures=((1.01, 9.36), (1.07, 13.7))),
+    D("low_bit_state", inner=ADAGRAD, figures=((1.01, 9.36), (1.07, 13.7))),
 )
 # The rows that act at once. A gate's conditional has tests of its own.
 UNGATED = [row for row in DESCRIPTORS if gate_of(row.make()) is None]

@@ -28,24 +28,18 @@ SPECS = {
 }
 
 
-def drop_stale(axis_name):
+def make(gate, axis_name):
+    clip = gx.clip_by_global_norm(1.0, axis_name=axis_name)
+    if gate == "accumulator":
+        return gx.conditional_accumulator(optax.chain(clip, gx.adagrad(0.05)), 2)
     novograd = gx.novograd(0.05, axis_name=axis_name)
-    return gx.drop_stale(clipped(novograd, axis_name), max_staleness=1)
+    return gx.drop_stale(optax.chain(clip, novograd), max_staleness=1)
 
 
-def accumulator(axis_name):
-    adagrad = gx.adagrad(0.05)
-    return gx.conditional_accumulator(clipped(adagrad, axis_name), num_required=2)
-
-
-def clipped(tx, axis_name):
-    return optax.chain(gx.clip_by_global_norm(1.0, axis_name=axis_name), tx)
-
-
-# Each gate with the local steps of its pushes; two pushes are stale.
+# The local steps of each gate's pushes; two pushes are stale.
 GATES = {
-    "drop_stale": (drop_stale, (0, 0, 0, 2, 1, 3, 4)),
-    "accumulator": (accumulator, (0, 0, 0, 1, 1, 1, 2, 2, 3)),
+    "drop_stale": (0, 0, 0, 2, 1, 3, 4),
+    "accumulator": (0, 0, 0, 1, 1, 1, 2, 2, 3),
 }
 # One gate has the partitioner's collectives. The other has those written here, and so
 # has its novograd. ``test_sharded`` has both kinds for each gate, in one process.
@@ -78,8 +72,7 @@ def train(gate, how, mesh=None):
             assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), x.ndim), where
 
     by_hand = mesh is not None and how == "shard_map"
-    make, pushes = GATES[gate]
-    tx = make(MESH[1] if by_hand else None)
+    tx = make(gate, MESH[1] if by_hand else None)
     rng = np.random.default_rng(1)
     params = {
         k: place(np.float32(0.3 * rng.standard_normal(SHAPES[k])), SPECS[k])
@@ -95,7 +88,7 @@ def train(gate, how, mesh=None):
             step, mesh=mesh, in_specs=(*specs, *batch), out_specs=(*specs, P())
         )
     step = jax.jit(step, donate_argnums=(0, 1))
-    for local_step in pushes:
+    for local_step in GATES[gate]:
         x, y = (rng.standard_normal((16, n), dtype=np.float32) for n in (8, 4))
         x, y = place(x, P("data")), place(y, P("data"))
         params, state, loss = step(params, state, x, y, local_step)

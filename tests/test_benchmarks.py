@@ -176,7 +176,7 @@ INSTALLED = [
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("group", step.GROUPS)
+@pytest.mark.parametrize("group", ["clip + adagrad", "late pushes"])
 def test_a_step_is_measured(group, capsys, monkeypatch):
     monkeypatch.setattr(step, "GROUPS", {group: step.GROUPS[group]})
     matrix = {"w": jax.ShapeDtypeStruct((6, 4), jnp.float32)}  # Not sorted.

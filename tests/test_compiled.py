@@ -1,8 +1,10 @@
 """Exact figures from the CPU compiler: memory, precision, host callbacks."""
 
 import functools
-import itertools
+import math
 import re
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,30 +26,17 @@ from benchmarks.models import (
     transformer,
 )
 from benchmarks.step import CLIP, gx_step, optax_step
+from gradxform._gates.gate import gate_of
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 pytestmark = pytest.mark.figures
 
 
-def each_kind(dtype=jnp.float32):
-    """A leaf of each kind of GPT-2: table, matrix, and vectors, summed together."""
-    tree = gpt2_small(dtype)
-    return {k: tree[k] for k in ("wpe", "0/up/kernel", "0/up/bias", "norm/scale")}
-
-
-@functools.cache
-def compiled_step(tx, model, **extra):
+def compile_step(tx, params, grads=None, write=gx_step, **extra):
     """The donated step, compiled but never run."""
-    return compile_step(tx, model(), **extra)
-
-
-def compile_step(tx, params, **extra):
-    def step(params, state, grads, **extra):
-        return gx.apply_gradients(tx, grads, state, params, **extra)
-
     state = jax.eval_shape(tx.init, params)
-    step = jax.jit(step, donate_argnums=(0, 1))
-    return step.lower(params, state, params, **extra).compile()
+    step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
+    return step.lower(params, state, grads or params, **extra).compile()
 
 
 def leaves(dtype, number=2):
@@ -95,17 +84,13 @@ def test_a_step_with_its_loss_inside_costs_what_its_row_says(row):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("inner", "bound"),
-    [(optax.sgd(0.1), 0.12), (optax.adamw(0.1), 0.18), (gx.adagrad(0.1), 0.15)],
-)
-def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(inner, bound):
+def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients():
     """Nor of anything else but activations and some layers.
 
     Without ``layers`` it would be 1.07 N.
     """
     shapes = transformer(32, 512, vocabulary=256)
-    tx = gx.accumulate(inner, 4)
+    tx = gx.accumulate(optax.adamw(0.1), 4)
     step = gx.minimize(next_tokens, tx, layers=["layers"])
     tokens = jax.ShapeDtypeStruct((4, 1, 128), jnp.int32)
 
@@ -119,7 +104,7 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(inner,
     state = jax.eval_shape(tx.init, shapes)
     donated = jax.jit(steps, donate_argnums=(0, 1))
     memory = donated.lower(shapes, state, tokens).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < bound * size(shapes)
+    assert memory.temp_size_in_bytes < 0.18 * size(shapes)
     arrays = [x for x in jax.tree.leaves(state) if x.ndim]
     assert memory.alias_size_in_bytes >= size(shapes) + size(arrays)
 
@@ -134,82 +119,132 @@ def test_novograd_behind_a_clip_keeps_one_copy_of_its_gradients():
     assert step.memory_analysis().temp_size_in_bytes < 1.01 * size(params)
 
 
-@pytest.mark.parametrize(
-    ("tx", "copies"),
-    [
-        (gx.master_weights(gx.adagrad(0.1)), 0.5),
-        (optax.chain(gx.adagrad(0.1), gx.round_stochastically(0)), 0),
-    ],
-    ids=["master_weights", "round_stochastically"],
-)
-def test_bfloat16_needs_room_for_one_leaf_in_float32_at_most(tx, copies):
-    shapes = leaves(jnp.bfloat16, 4)
-    memory = compile_step(tx, shapes).memory_analysis()
-    assert memory.temp_size_in_bytes < (copies + 0.01) * size(shapes)
+ADAGRAD = gx.adagrad(0.1)
+CLIPPED = optax.chain(CLIP, ADAGRAD)
+NOVOGRAD = gx.novograd(0.1, global_clipnorm=1.0)
+NESTEROV = gx.contrib.delayed_nesterov(0.1, num_delay=4, activation=0.1)
+COSINE = optax.chain(gx.contrib.measure_cosine(), gx.scale_by_learning_rate(0.1))
+HELOCO = gx.contrib.momentum_look_ahead(0.1, alignment=gx.contrib.MomentumAlignment())
 
 
-CLIPPED = {
-    "adagrad": optax.chain(CLIP, gx.adagrad(0.1)),
-    "adagrad-global_clipnorm": gx.adagrad(0.1, global_clipnorm=1.0),
-    "adagrad-clipnorm": gx.adagrad(0.1, clipnorm=1.0),
-    "adagrad-clipvalue": gx.adagrad(0.1, clipvalue=1.0),
-    "novograd-global_clipnorm": gx.novograd(0.1, global_clipnorm=1.0),
-    "novograd-clipnorm": gx.novograd(0.1, clipnorm=1.0),
-    "novograd-all": gx.novograd(
-        optax.constant_schedule(0.1),
-        weight_decay=1e-3,
-        nesterov=True,
-        grad_averaging=True,
-        global_clipnorm=1.0,
+def fedbuff(tx):
+    """It takes late gradients, and makes them smaller."""
+    return gx.conditional_accumulator(
+        tx, 2, max_staleness=jnp.inf, weight=lambda s: 1 / jnp.sqrt(1 + s)
+    )
+
+
+class Costs(NamedTuple):
+    """What a donated step may cost, in models; gradients are arguments."""
+
+    tx: optax.GradientTransformation
+    copies: float
+    passes: float
+    aliased: float = 2  # Parameters and state that are updated in place.
+    dtype: str = "float32"
+    write: Callable = gx_step
+
+
+STEPS = {
+    # The gradients are read for their norm, and again for the step.
+    "adagrad-global_clipnorm": Costs(gx.adagrad(0.1, global_clipnorm=1.0), 0, 8),
+    "adagrad-clipnorm": Costs(gx.adagrad(0.1, clipnorm=1.0), 0, 8),
+    "adagrad-clipvalue": Costs(gx.adagrad(0.1, clipvalue=1.0), 0, 7),
+    "novograd-clip": Costs(NOVOGRAD, 0, 7),
+    "novograd-all": Costs(
+        gx.novograd(
+            optax.constant_schedule(0.1),
+            weight_decay=1e-3,
+            nesterov=True,
+            grad_averaging=True,
+            global_clipnorm=1.0,
+        ),
+        0,
+        9,
     ),
-    "delayed_nesterov": gx.contrib.delayed_nesterov(0.1, num_delay=4, activation=0.1),
-}
-
-
-# Of the whole model, over memory.
-PASSES = {"adagrad-global_clipnorm": 8.01, "novograd-global_clipnorm": 7.01}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLIPPED)
-def test_no_copy_of_the_gradients_is_made(name):
-    model = gpt2_small if name in PASSES else each_kind
-    step, n = compiled_step(CLIPPED[name], model), size(model())
-    assert step.memory_analysis().temp_size_in_bytes < 0.02 * n
-    # Parameters and state are updated in place.
-    assert step.memory_analysis().alias_size_in_bytes > 1.99 * n
-    if name in PASSES:
-        assert step.cost_analysis()["bytes accessed"] <= PASSES[name] * n
-
-
-IN_HALF = {
-    "novograd": (gx.novograd(0.1), 7),
-    "novograd-global_clipnorm": (gx.novograd(0.1, global_clipnorm=1.0), 7),
+    # In half precision, in our loop and in optax's.
+    "novograd-half": Costs(NOVOGRAD, 0, 7, 2, "bfloat16"),
+    "novograd-half-optax": Costs(NOVOGRAD, 0, 7, 2, "bfloat16", optax_step),
     # Its sums are float32: 2 N.
-    "adagrad-global_clipnorm": (gx.adagrad(0.1, global_clipnorm=1.0), 11),
-    "clipvalue": (gx.adagrad(0.1, clipvalue=1.0), 10),
-    "clip-adagrad": (CLIPPED["adagrad"], 11),
-    "clip-adagrad-bfloat16": (
+    "clip-adagrad-half": Costs(CLIPPED, 0, 11, 3, "bfloat16"),
+    "clip-adagrad-half-optax": Costs(CLIPPED, 0, 11, 3, "bfloat16", optax_step),
+    "clipvalue-half": Costs(gx.adagrad(0.1, clipvalue=1.0), 0, 10, 3, "bfloat16"),
+    "clip-adagrad-narrow": Costs(
         optax.chain(CLIP, gx.adagrad(0.1, accumulator_dtype="bfloat16")),
-        8,
+        *(0, 8, 2, "bfloat16", optax_step),
     ),
-    "clip-adamw": (optax.chain(CLIP, optax.adamw(0.1)), 11),
-    "delayed_nesterov": (
-        gx.contrib.delayed_nesterov(0.1, num_delay=4),
-        13,
-    ),  # So are its sums.
-    "momentum_look_ahead": (gx.contrib.momentum_look_ahead(0.1), 7),
+    "clip-adamw-half": Costs(
+        optax.chain(CLIP, optax.adamw(0.1)), 0, 11, 3, "bfloat16", optax_step
+    ),
+    "delayed_nesterov-half": Costs(NESTEROV, 0, 13, 4, "bfloat16"),
+    "look_ahead-half": Costs(
+        gx.contrib.momentum_look_ahead(0.1), 0, 7, 2, "bfloat16", optax_step
+    ),
+    # One leaf of two in float32.
+    "master_weights": Costs(gx.master_weights(ADAGRAD), 1, math.inf, 4, "bfloat16"),
+    "round_stochastically": Costs(
+        optax.chain(ADAGRAD, gx.round_stochastically(0)), 0, math.inf, 3, "bfloat16"
+    ),
+    # The step alone is 3; the sums 1 and 2, and the copy of the gradient 2.
+    "cosine": Costs(COSINE, 0, 8),
+    "cosine-bfloat16": Costs(gx.drop_stale(COSINE, 1), 0, 8, 2, "bfloat16"),
+    # Sums of float16 read widened copies. Three sums share two: 4 N.
+    "cosine-float16": Costs(COSINE, 4, 17, 2, "float16"),
+    # Three sums read the gradient twice and the momentum twice; the step takes 7.
+    "heloco": Costs(gx.drop_stale(HELOCO, 1), 0, 11),
+    "heloco-bfloat16": Costs(HELOCO, 0, 11, 2, "bfloat16"),
+    # A gate around the step makes no copy either.
+    "drop_stale-schedule": Costs(gx.drop_stale(NOVOGRAD, jnp.sqrt), 0, math.inf),
+    "drop_stale-nesterov": Costs(gx.drop_stale(NESTEROV, 1), 0, math.inf, 3),
+    "accumulator-novograd": Costs(
+        gx.conditional_accumulator(NOVOGRAD, 2), 0, math.inf, 3
+    ),
+    "fedbuff": Costs(fedbuff(CLIPPED), 0, math.inf, 3),
+    "both": Costs(
+        gx.drop_stale(gx.conditional_accumulator(CLIPPED, 2), 1), 0, math.inf, 3
+    ),
+    "drop_stale-delayed": Costs(
+        gx.drop_stale(gx.delayed(ADAGRAD, 2), 1), 0, math.inf, 4
+    ),
+    "delayed-accumulate": Costs(
+        gx.delayed(gx.accumulate(ADAGRAD, 2), 1), 0, math.inf, 4
+    ),
+    "accumulate-delayed": Costs(
+        gx.accumulate(gx.delayed(ADAGRAD, 2), 2), 0, math.inf, 5
+    ),
+    # The bytes of a push with its step, and of one that makes no step.
+    "micro-adagrad": Costs(gx.accumulate(CLIPPED, 2), 0, 13, 3),
+    "micro-adamw": Costs(gx.accumulate(optax.adamw(0.1), 2), 0, 15, 4),
+    # It reads the gradients once more.
+    "micro-finite": Costs(gx.accumulate(CLIPPED, 2, skip_nonfinite=True), 0, 14, 3),
+    # The sum of micro-batches in half precision is float32, which is 2 N.
+    "micro-half": Costs(gx.accumulate(ADAGRAD, 2), 0, 21, 5, "bfloat16"),
+    "micro-adamw-half": Costs(gx.accumulate(optax.adamw(0.1), 2), 0, 21, 5, "bfloat16"),
+    # The norm reads the rounded mean from memory. If this is mended one day, the page
+    # on costs must say so.
+    "micro-clip-half": Costs(gx.accumulate(CLIPPED, 2), 1, 25, 5, "bfloat16"),
 }
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", IN_HALF)
-@pytest.mark.parametrize("write", [gx_step, optax_step], ids=["ours", "optax"])
-def test_no_copy_in_half_precision_either(name, write):
-    (tx, passes), shapes = IN_HALF[name], leaves(jnp.bfloat16)
-    step = jax.jit(functools.partial(write, tx), donate_argnums=(0, 1))
-    compiled = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
-    check(compiled, size(shapes), 0, passes)
+@pytest.mark.parametrize("name", STEPS)
+def test_a_step_keeps_no_copy_of_its_gradients(name):
+    tx, copies, passes, aliased, dtype, write = STEPS[name]
+    shapes, gate = leaves(dtype), gate_of(tx)
+    late = {"local_step": jax.ShapeDtypeStruct((), jnp.int32)} if gate else {}
+    step = compile_step(tx, shapes, write=write, **late)
+    check(step, size(shapes), copies, passes)
+    in_place = step.memory_analysis().alias_size_in_bytes
+    assert in_place > (aliased - 0.01) * size(shapes)
+    assert ("conditional" in step.as_text()) == (gate is not None)
+
+
+@pytest.mark.slow
+def test_a_whole_model_is_read_twice_for_its_norm():
+    """With tables, and with vectors that are summed together."""
+    model, step = gpt2_small(), compile_step(NOVOGRAD, gpt2_small())
+    check(step, size(model), 0.01, 7)
+    assert step.memory_analysis().alias_size_in_bytes > 1.99 * size(model)
 
 
 CLIPS = [None, "global_clipnorm", "clipnorm", "clipvalue"]
@@ -220,8 +255,6 @@ CLIPS = [None, "global_clipnorm", "clipnorm", "clipvalue"]
     ("dtype", "accumulator_dtype", "method", "passes"),
     [
         ("float32", None, "all", 15),
-        ("float32", None, "latest", 13),
-        ("float32", None, "ringleader", 15),
         ("bfloat16", None, "ringleader", 26),
         ("bfloat16", "bfloat16", "latest", 13),
     ],
@@ -244,7 +277,7 @@ def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(
             method=method,
             accumulator_dtype=accumulator_dtype,
         )
-        step = compiled_step(tx, lambda: shapes, worker=scalar, local_step=scalar)
+        step = compile_step(tx, shapes, worker=scalar, local_step=scalar)
         n = size(shapes)
         check(step, n, copies, passes)
         # Parameters, table and means.
@@ -252,35 +285,29 @@ def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(
         assert aliased > (1 + copies * (workers + 1)) * n
 
 
-DELAYED = {
-    "sgd": (gx.scale_by_learning_rate(0.1), 3),
-    "adagrad": (gx.adagrad(0.1), 7),
-    "adam": (optax.scale_by_adam(), 10),
-}
 LEAF_BY_LEAF = {"0": 2, "1": 1, "2": 0}
 
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("name", "dtype", "num_steps"),
+    ("inner", "passes", "dtype", "num_steps"),
     [
-        *itertools.product(["sgd"], ["float32", "bfloat16"], [1, 2, 8, LEAF_BY_LEAF]),
-        ("adagrad", "float32", 2),
-        ("adagrad", "float32", LEAF_BY_LEAF),
-        ("adam", "float32", 1),
-        ("adam", "float32", 8),
+        (gx.scale_by_learning_rate(0.1), 3, "float32", LEAF_BY_LEAF),
+        (gx.scale_by_learning_rate(0.1), 3, "bfloat16", 8),
+        (ADAGRAD, 7, "float32", LEAF_BY_LEAF),
+        (optax.scale_by_adam(), 10, "float32", 1),
     ],
-    ids=str,
 )
-def test_a_delay_costs_one_read_and_one_write_of_a_gradient(name, dtype, num_steps):
+def test_a_delay_costs_one_read_and_one_write_of_a_gradient(
+    inner, passes, dtype, num_steps
+):
     """However long it is: a step uses the old gradient instead of today's.
 
     Beyond that it reads today's gradient and writes it into the ring.
     """
-    inner, passes = DELAYED[name]
     shapes = leaves(dtype, 3)
-    step = compiled_step(gx.delayed(inner, num_steps), lambda: shapes)
-    without = compiled_step(inner, lambda: shapes)
+    step = compile_step(gx.delayed(inner, num_steps), shapes)
+    without = compile_step(inner, shapes)
     n, memory = size(shapes), step.memory_analysis()
     delayed = sum(map(bool, num_steps.values())) if type(num_steps) is dict else 3
     check(step, n, 0, passes + 2 * delayed / 3)
@@ -295,45 +322,19 @@ def test_without_a_delay_there_is_no_ring():
     shapes = leaves(jnp.float32)
     inner = gx.adagrad(0.1)
     texts = [
-        compiled_step(tx, lambda: shapes).as_text()
+        compile_step(tx, shapes).as_text()
         for tx in (inner, gx.delayed(inner, 0), gx.delayed(inner, {"0": 0, "1": 0}))
     ]
     assert texts[0] == texts[1] == texts[2]
 
 
-COSINE = optax.chain(gx.contrib.measure_cosine(), gx.scale_by_learning_rate(0.1))
-HELOCO = gx.contrib.momentum_look_ahead(0.1, alignment=gx.contrib.MomentumAlignment())
-
-
 @pytest.mark.parametrize(
-    ("tx", "dtype", "copies", "passes"),
-    [
-        # The step alone is 3; the sums 1 and 2, and the copy of the gradient 2.
-        (COSINE, "float32", 0, 8),
-        (COSINE, "bfloat16", 0, 8),
-        # Sums of float16 read widened copies. Three sums share two: 4 N.
-        (COSINE, "float16", 4, 17),
-        # Three sums read the gradient twice and the momentum twice; the step takes 7.
-        (HELOCO, "float32", 0, 11),
-        (HELOCO, "bfloat16", 0, 11),
-    ],
+    ("clip", "dtype"), list(zip(CLIPS, ["float32", "bfloat16"] * 2, strict=True))
 )
-@pytest.mark.parametrize("gated", [False, True])
-def test_sums_for_a_cosine_make_no_copy(gated, tx, dtype, copies, passes):
-    """Copies and passes of a donated step, in models; all of it is in place."""
-    shapes, local_step = leaves(dtype), jax.ShapeDtypeStruct((), jnp.int32)
-    tx = gx.drop_stale(tx, 1) if gated else tx
-    step = compile_step(tx, shapes, local_step=local_step)
-    check(step, size(shapes), copies, passes)
-    assert step.memory_analysis().alias_size_in_bytes >= 2 * size(shapes)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("clip", CLIPS)
 def test_row_wise_adagrad_reads_gradients_twice_and_makes_none(clip, dtype):
     shapes = {"table": jax.ShapeDtypeStruct((8192, 64), dtype)}
     tx = gx.adagrad(0.1, row_wise=True, **({clip: 1.0} if clip else {}))
-    compiled = compiled_step(tx, lambda: shapes)
+    compiled = compile_step(tx, shapes)
     n, row = size(shapes), 4 * 8192
     if clip == "clipvalue":  # The compiler fuses no clamp with a sum.
         return check(compiled, n, 1.1, 6.25)
@@ -345,15 +346,11 @@ def test_row_wise_adagrad_reads_gradients_twice_and_makes_none(clip, dtype):
 
 BY_ROW = {  # Copies of the gradient's rows, and how many states' rows are gathered.
     "sgd": (optax.sgd(0.1), 2, 0),
-    "momentum": (optax.sgd(0.1, 0.9), 2, 1),
     "adagrad": (optax.adagrad(0.1), 4, 1),
-    "rmsprop": (optax.rmsprop(0.1), 4, 1),
-    "lion": (optax.lion(0.1), 4, 1),
-    "adam": (optax.adam(0.1), 5, 2),
     "adamw": (optax.adamw(0.1), 5, 2),
     "amsgrad": (optax.amsgrad(0.1), 6, 3),
 }
-READS_PARAMS = {"lion", "adamw"}  # For their weight decay.
+READS_PARAMS = {"adamw"}  # For its weight decay.
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -388,38 +385,6 @@ def test_lazy_costs_the_rows_and_not_the_table(name):
         before = lowered.cost_analysis()["bytes accessed"]
         left.append((memory.temp_size_in_bytes, rest, costs["flops"], before))
     assert left[0] == pytest.approx(left[1], rel=1e-3)
-
-
-def fedbuff(tx):
-    """It takes late gradients, and makes them smaller."""
-    return gx.conditional_accumulator(
-        tx, 2, max_staleness=jnp.inf, weight=lambda s: 1 / jnp.sqrt(1 + s)
-    )
-
-
-AROUND = {
-    "drop_stale": gx.drop_stale(CLIPPED["novograd-global_clipnorm"], 1),
-    "drop_stale-schedule": gx.drop_stale(CLIPPED["novograd-global_clipnorm"], jnp.sqrt),
-    "drop_stale-nesterov": gx.drop_stale(CLIPPED["delayed_nesterov"], 1),
-    "accumulator": gx.conditional_accumulator(CLIPPED["adagrad"], 2),
-    "accumulator-novograd": gx.conditional_accumulator(
-        CLIPPED["novograd-global_clipnorm"], 2
-    ),
-    "accumulator-late": fedbuff(CLIPPED["adagrad"]),
-    "both": gx.drop_stale(gx.conditional_accumulator(CLIPPED["adagrad"], 2), 1),
-    "drop_stale-delayed": gx.drop_stale(gx.delayed(gx.adagrad(0.1), 2), 1),
-    "delayed-accumulate": gx.delayed(gx.accumulate(gx.adagrad(0.1), 2), 1),
-    "accumulate-delayed": gx.accumulate(gx.delayed(gx.adagrad(0.1), 2), 2),
-    "delayed-drop_stale": gx.delayed(gx.drop_stale(gx.adagrad(0.1), 1), 1),
-}
-
-
-@pytest.mark.parametrize("name", AROUND)
-def test_a_gate_around_the_step_makes_none_either(name):
-    local_step = jax.ShapeDtypeStruct((), jnp.int32)
-    step = compiled_step(AROUND[name], each_kind, local_step=local_step)
-    assert step.memory_analysis().temp_size_in_bytes < 0.02 * size(each_kind())
-    assert "conditional" in step.as_text()
 
 
 GUARDS = {
@@ -458,25 +423,15 @@ GATES = {
     ("gate", "param", "grad"),
     [
         ("accumulator", "float32", "float32"),
-        ("accumulator", "float32", "bfloat16"),
         ("accumulator", "bfloat16", "float32"),
-        ("accumulator", "bfloat16", "bfloat16"),
-        ("fedbuff", "float32", "float32"),
         ("fedbuff", "bfloat16", "bfloat16"),
         ("drop_stale", "float32", "bfloat16"),
-        ("drop_stale", "bfloat16", "bfloat16"),
     ],
 )
 def test_a_push_that_does_not_act_costs_nothing_in_any_dtype(gate, param, grad):
     params, grads = (leaves(dtype) for dtype in (param, grad))
-    tx = GATES[gate](gx.adagrad(0.1))
-
-    def step(params, state, grads, local_step):
-        return gx.apply_gradients(tx, grads, state, params, local_step=local_step)
-
-    step = jax.jit(step, donate_argnums=(0, 1))
-    state = jax.eval_shape(tx.init, params)
-    compiled = step.lower(params, state, grads, jnp.int32(0)).compile()
+    tx = GATES[gate](ADAGRAD)
+    compiled = compile_step(tx, params, grads, local_step=jnp.int32(0))
     # Outside of the conditionals nothing of the size of a leaf is touched.
     entry = compiled.as_text().split("\nENTRY ")[1].splitlines()[1:]
     whole = [line for line in entry if re.search(r"= \w+\[512,512\]", line)]
@@ -497,84 +452,31 @@ def added(tx, params):
     return push.lower(params, jax.eval_shape(tx.init, params), params).compile()
 
 
-MICRO_BATCHES = {
-    "adagrad": (gx.accumulate(CLIPPED["adagrad"], 2), 13),
-    "adamw": (gx.accumulate(optax.adamw(0.1), 2), 15),
-    "skip_nonfinite": (
-        gx.accumulate(CLIPPED["adagrad"], 2, skip_nonfinite=True),
-        14,  # It reads the gradients once more.
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", MICRO_BATCHES)
-def test_micro_batches_need_no_module_but_their_sum(name):
-    tx, passes = MICRO_BATCHES[name]
-    step, n = compiled_step(tx, each_kind), size(each_kind())
-    # The bytes of a push with its step, and of one that makes no step.
-    check(step, n, 0, passes)
-    assert step.memory_analysis().alias_size_in_bytes > 2.99 * n
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("inner", "copies", "passes"),
-    [
-        (gx.adagrad(0.1), 0, 21),
-        (optax.adamw(0.1), 0, 21),
-        # The norm reads the rounded mean from memory. If this is mended one day, the
-        # page on costs must say so.
-        (CLIPPED["adagrad"], 1, 25),
-    ],
-    ids=["adagrad", "adamw", "clip-adagrad"],
-)
-def test_micro_batches_in_half_precision(inner, copies, passes):
-    """Their sum is float32, which is 2 N."""
-    tx = gx.accumulate(inner, 2)
-    shapes = leaves(jnp.bfloat16)
-    step = jax.jit(functools.partial(gx_step, tx), donate_argnums=(0, 1))
-    step = step.lower(shapes, jax.eval_shape(tx.init, shapes), shapes).compile()
-    check(step, size(shapes), copies, passes)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "passes"), [("float32", 3), ("bfloat16", 5)])
 def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
     """The sum is float32 for both dtypes."""
-    params = each_kind(jnp.dtype(dtype))
-    push = added(gx.accumulate(CLIPPED["adagrad"], 3), params)
+    params = leaves(dtype)
+    push = added(gx.accumulate(CLIPPED, 3), params)
     check(push, size(params), 0, passes)
-
-
-WHOLE = {
-    "sgd": optax.sgd(0.1),
-    "adam": optax.adam(0.1),
-    "clip-adamw": optax.chain(CLIP, optax.adamw(0.1)),
-}
 
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("name", "write", "scanned"),
+    ("inner", "write", "scanned"),
     [
-        ("sgd", optax_step, False),
-        ("clip-adamw", gx_step, True),
-        *(
-            pytest.param(name, write, scanned, marks=pytest.mark.slow)
-            for name in WHOLE
-            for write in (gx_step, optax_step)
-            for scanned in (False, True)
-        ),
+        (optax.sgd(0.1), optax_step, False),
+        (optax.sgd(0.1), gx_step, True),
+        (optax.chain(CLIP, optax.adamw(0.1)), gx_step, False),
+        (optax.chain(CLIP, optax.adamw(0.1)), optax_step, True),
     ],
 )
-def test_micro_batches_keep_no_copy_of_their_gradients(name, write, scanned):
+def test_micro_batches_keep_no_copy_of_their_gradients(inner, write, scanned):
     """One layer's gradient is 0.083 models."""
     params = placed(dense_layers(12, 256), devices("cpu"))
     shape = (4, 4, 256) if scanned else (4, 256)
     step = lower_training(
-        gx.accumulate(WHOLE[name], 4),
+        gx.accumulate(inner, 4),
         params,
         squares,
         jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -591,7 +493,7 @@ def test_micro_batches_on_a_mesh_need_no_module_either():
         f"{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32, sharding=rows)
         for i in range(3)
     }
-    tx = MICRO_BATCHES["adagrad"][0]
+    tx = gx.accumulate(CLIPPED, 2)
     state = jax.jit(tx.init).lower(params).compile().output_shardings
     state = jax.tree.map(
         lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
@@ -622,12 +524,12 @@ def reductions(tx, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["adagrad", "novograd-global_clipnorm"])
-def test_small_leaves_are_summed_together(name):
+@pytest.mark.parametrize("tx", [CLIPPED, NOVOGRAD], ids=["adagrad", "novograd"])
+def test_small_leaves_are_summed_together(tx):
     # 32 leaves share a sum, and each sum over them is summed once more.
-    assert reductions(CLIPPED[name], small_leaves(320)) <= 2 * 10
+    assert reductions(tx, small_leaves(320)) <= 2 * 10
     large = small_leaves(10, size=10_000)
-    assert reductions(CLIPPED[name], large) >= len(large)
+    assert reductions(tx, large) >= len(large)
 
 
 def test_leaves_on_a_mesh_stay_where_they_are():
@@ -637,9 +539,8 @@ def test_leaves_on_a_mesh_stay_where_they_are():
         k: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_mesh)
         for k, x in small_leaves(20).items()
     }
-    tx = gx.novograd(0.1, global_clipnorm=1.0)
     with jax.set_mesh(mesh):
-        assert reductions(tx, params) >= len(params)
+        assert reductions(NOVOGRAD, params) >= len(params)
 
 
 @pytest.mark.parametrize("factory", dict.fromkeys(row.name for row in DESCRIPTORS))

@@ -47,20 +47,16 @@ def test_docstring_has_all_sections(name):
     assert any(e.want or e.source.startswith("assert ") for e in examples)
 
 
-@pytest.mark.parametrize("name", CALLED)
-def test_docstring_explains_every_argument(name):
-    doc = inspect.getdoc(factory(name))
-    for parameter in inspect.signature(factory(name)).parameters:
+@pytest.mark.every
+@pytest.mark.parametrize("name", [*CALLED, *RECORDS])
+def test_docstring_explains_every_argument_and_field(name):
+    doc, value = inspect.getdoc(factory(name)), factory(name)
+    for field in getattr(value, "_fields", ()):
+        assert re.search(rf"^  {field}: ", doc, re.M), field
+    for parameter in inspect.signature(value).parameters if name in CALLED else ():
         if parameter.startswith("_ray"):  # Ray adds it to an actor's class.
             continue
         assert re.search(rf"^  \*{{0,2}}{parameter}\b.*:", doc, re.M), parameter
-
-
-@pytest.mark.parametrize("name", RECORDS)
-def test_docstring_explains_every_field(name):
-    doc = inspect.getdoc(factory(name))
-    for field in factory(name)._fields:
-        assert re.search(rf"^  {field}: ", doc, re.M), field
 
 
 def test_every_public_name_but_states_is_listed():

@@ -1,8 +1,8 @@
-"""Programs that others wrote, ten steps each, with gradxform in optax's place.
+"""A program that others wrote, ten steps of it, with gradxform in optax's place.
 
 Where both compute the same, their losses agree: a clip, Adagrad, a gate that never
 drops a push, the mean of two micro-batches. If the extra ``programs`` is not installed,
-the tests that need it are skipped.
+the tests are skipped.
 """
 
 import doctest
@@ -26,27 +26,22 @@ pytestmark = [
 STEPS = 10
 
 
-def examples(heading):
-    """The names that the examples under a heading of the page on frameworks define."""
+def page_never_late():
+    """Programs give no ``local_step``: the wrapper on the page does."""
     page = pathlib.Path(__file__).parents[1] / "docs/frameworks.md"
-    _, _, rest = page.read_text().partition(f"\n## {heading}\n")
+    _, _, rest = page.read_text().partition("\n## Trainers of others\n")
     named = {}
     with jax.numpy_dtype_promotion("standard"):
         for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):
             exec(example.source, named)
-    return named
+    return named["never_late"]
 
 
-# Programs give no ``local_step``: the page's wrapper does.
-never_late = examples("Trainers of others")["never_late"]
+never_late = page_never_late()
 
 
 def theirs(rate):
     return optax.adagrad(rate, initial_accumulator_value=0.1, eps=1e-7)
-
-
-def optax_micro(tx):
-    return optax.MultiSteps(tx, 2).gradient_transformation()
 
 
 # Ours and theirs, by the part that is ours.
@@ -62,20 +57,12 @@ PAIRS = {
     ),
     "micro": (
         lambda: gx.accumulate(optax.adam(0.02), 2),
-        lambda: optax_micro(optax.adam(0.02)),
+        lambda: optax.MultiSteps(optax.adam(0.02), 2).gradient_transformation(),
     ),
 }
 
 
-def agree(pair, losses, rtol=2e-5):
-    """Both train, and their losses agree."""
-    ours, expected = (np.asarray(losses(make())) for make in PAIRS[pair])
-    assert np.isfinite(expected).all()
-    assert len(set(expected.tolist())) > STEPS / 3  # It does learn.
-    np.testing.assert_allclose(ours, expected, rtol=rtol, atol=1e-6)
-
-
-@pytest.mark.parametrize("pair", ["adagrad", "gate"])
+@pytest.mark.parametrize("pair", PAIRS)
 def test_numpyros_svi(pair):
     numpyro = pytest.importorskip("numpyro", reason="extra programs")
     from numpyro import distributions as dist
@@ -95,50 +82,7 @@ def test_numpyros_svi(pair):
         result = svi.run(jax.random.key(0), STEPS, x, y, progress_bar=False)
         return result.losses
 
-    agree(pair, losses)
-
-
-@pytest.mark.parametrize("pair", ["clip", "micro"])
-def test_diffraxs_neural_ode(pair):
-    diffrax = pytest.importorskip("diffrax", reason="extra programs")
-    import equinox as eqx
-
-    class Field(eqx.Module):
-        mlp: eqx.nn.MLP
-
-        def __call__(self, t, y, args):
-            return self.mlp(y)
-
-    times = jnp.linspace(0, 1, 5)
-    wanted = jnp.stack([jnp.cos(times), jnp.sin(times)], axis=1)
-
-    def loss(field):
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(field),
-            diffrax.Tsit5(),
-            t0=0.0,
-            t1=1.0,
-            dt0=0.25,
-            y0=wanted[0],
-            saveat=diffrax.SaveAt(ts=times),
-        )
-        return jnp.mean((solution.ys - wanted) ** 2)
-
-    def losses(tx):
-        field = Field(eqx.nn.MLP(2, 2, 8, 1, key=jax.random.key(0)))
-        state = tx.init(eqx.filter(field, eqx.is_inexact_array))
-
-        @eqx.filter_jit
-        def step(field, state):
-            value, grads = eqx.filter_value_and_grad(loss)(field)
-            params = eqx.filter(field, eqx.is_inexact_array)
-            updates, state = tx.update(grads, state, params)
-            return eqx.apply_updates(field, updates), state, value
-
-        values = []
-        for _ in range(STEPS):
-            field, state, value = step(field, state)
-            values.append(float(value))
-        return values
-
-    agree(pair, losses)
+    ours, expected = (np.asarray(losses(make())) for make in PAIRS[pair])
+    assert np.isfinite(expected).all()
+    assert len(set(expected.tolist())) > STEPS / 3  # It does learn.
+    np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=1e-6)

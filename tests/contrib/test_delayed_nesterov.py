@@ -1,7 +1,5 @@
 """Delayed Nesterov: cases that the paper does not have; see ``test_formulas.py``."""
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -39,9 +37,10 @@ def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
 
 def test_a_period_forgets_the_one_before():
     """While the momentum has not moved yet, a NaN has not reached it either."""
-    tx = gx.contrib.scale_by_delayed_nesterov(num_delay=3)
+    tx = gx.contrib.scale_by_delayed_nesterov(num_delay=3, accumulator_dtype="bfloat16")
     grads = jnp.ones(2)
     state = tx.init(grads)
+    assert (state.accumulated.dtype, state.mu.dtype) == ("bfloat16", "float32")
     update = jax.jit(tx.update)
     for _ in range(4):
         _, state = update(grads, state)
@@ -53,18 +52,11 @@ def test_a_period_forgets_the_one_before():
     assert poisoned.accumulated.tolist() == [1.0, 1.0]
 
 
-def test_dtypes_of_the_sum():
-    params = {k: jnp.ones(2, k) for k in ("bfloat16", "complex64", "int32")}
-    make = functools.partial(gx.contrib.scale_by_delayed_nesterov, num_delay=2)
-    sums = jax.tree.map(lambda x: x.dtype.name, make().init(params).accumulated)
-    expected = {"bfloat16": "float32", "complex64": "complex64", "int32": "float32"}
-    assert sums == expected
-    state = make(accumulator_dtype="bfloat16").init(params["bfloat16"])
-    assert state.accumulated.dtype == "bfloat16"
-
-
-@pytest.mark.parametrize("num_delay", [3, 7, 10, 49])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("dtype", "num_delay"),
+    [("float16", 3), ("bfloat16", 7), ("float32", 3), ("float32", 49), ("float64", 10)],
+)
 def test_the_largest_activation_in_any_precision(dtype, num_delay):
     """In single precision 1/3 is rounded up and allowed; the next number is not."""
     largest = np.asarray(1 / num_delay, jnp.dtype(dtype))

@@ -1,8 +1,9 @@
-"""A fixed delay, against a list that holds the gradients of that many steps."""
+"""A fixed delay: what it holds, in which dtypes, and what it refuses.
 
-import functools
+Its numbers are those of a list in test_contract.py, and of rings in plain Python in
+test_accumulator.py.
+"""
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,58 +11,23 @@ import optax
 import pytest
 
 import gradxform as gx
-from tests.descriptors import DESCRIPTORS
 
 
-def draw(seed, *, dtype="float32"):
-    rng = np.random.default_rng(seed)
-    shapes = {"w": (2, 3, 2), "b": (), "nothing": None}
-    return {
-        k: None if s is None else jnp.asarray(rng.standard_normal(s), dtype)
-        for k, s in shapes.items()
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
-def test_every_row_a_fixed_number_of_steps_late(row):
-    tx, params = row.make(), draw(0)
-    grads, extra = [draw(1 + t) for t in range(5)], row.extra(params)
-    delay = 1 + DESCRIPTORS.index(row) % 2  # They take turns.
-    late = gx.delayed(tx, delay)
-    step, step_late = (
-        jax.jit(functools.partial(gx.apply_gradients, t, **extra)) for t in (tx, late)
-    )
-    now, here = (params, tx.init(params)), (params, late.init(params))
-    for t, g in enumerate(grads):
-        here = step_late(g, *reversed(here))
-        got = here[0], here[1].inner_state
-        if t < delay:  # While it rests, nothing changes.
-            chex.assert_trees_all_equal(got, now)
-        else:
-            now = step(grads[t - delay], *reversed(now))
-        chex.assert_trees_all_close(got, now, rtol=5e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("row", DESCRIPTORS, ids=str)
-def test_without_a_delay_it_is_the_inner_one(row):
-    tx = row.make()
+def test_without_a_delay_it_is_the_inner_one():
+    tx = gx.adagrad(0.1)
     for nothing in (0, np.int64(0), {"w": 0, "b": 0}):
         same = gx.delayed(tx, nothing)
         assert (same.init, same.update) == (tx.init, tx.update)
-
-
-def test_without_a_delay_extra_arguments_may_be_passed_too():
+    # Extra arguments may be passed all the same.
     tx = gx.delayed(optax.GradientTransformation(*optax.sgd(1.0)), 0)
     assert tx.update(jnp.ones(2), tx.init(jnp.ones(2)), value=3)[0].sum() == -2
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("param", "grad", "given", "ring"),
     [
         ("float32", "float32", None, "float32"),
-        ("bfloat16", "bfloat16", None, "bfloat16"),
-        ("float32", "bfloat16", None, "float32"),
         ("bfloat16", "float32", None, "bfloat16"),
         ("bfloat16", "float32", "float32", "float32"),
         ("float32", "float32", "float16", "float16"),
@@ -124,6 +90,9 @@ def test_a_gradient_that_is_held_is_dense():
 def test_a_number_may_stand_for_a_branch():
     state = made({"a": 1, "b": 2})
     assert jax.tree.map(jnp.shape, state.ring) == {"a": (1, 2), "b": {"c": (2, 3)}}
+    # Twice the largest delay is an int32.
+    state = jax.eval_shape(lambda: made({"a": 2**30 - 1, "b": 0}))
+    assert 2 * len(state.ring["a"]) <= jnp.iinfo(state.count.dtype).max
 
 
 PARAMS = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(3)}}
@@ -133,6 +102,7 @@ def made(num_steps):
     return gx.delayed(optax.sgd(1.0), num_steps).init(PARAMS)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
@@ -165,10 +135,3 @@ def test_a_part_that_somebody_else_trains_needs_no_number_and_may_have_one():
     updates, _ = parts.update(jax.tree.map(jnp.ones_like, PARAMS), state, PARAMS)
     assert not jnp.any(updates["a"])
     assert jnp.all(updates["b"]["c"] == -1)
-
-
-def test_twice_the_largest_delay_is_an_int32():
-    tx = gx.delayed(optax.sgd(1.0), 2**30 - 1)
-    state = jax.eval_shape(tx.init, jnp.zeros(()))
-    (delay,) = state.ring.shape
-    assert 2 * delay <= jnp.iinfo(state.count.dtype).max

@@ -1,5 +1,6 @@
 """What all gates have in common. Each gate has tests of its own beside this module."""
 
+import contextlib
 import functools
 
 import chex
@@ -12,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
@@ -51,7 +53,7 @@ def pushes_to_poison(gate):
     return params, state, {how: jax.jit(push) for how, push in hows.items()}
 
 
-@pytest.mark.parametrize("poison", [np.nan, np.inf, 1e38])
+@pytest.mark.parametrize("poison", [np.nan, 1e38])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
 @pytest.mark.parametrize("gate", REFUSE_LATE_PUSHES)
 def test_no_entry_of_a_late_gradient_reaches_anything(gate, how, poison):
@@ -79,6 +81,7 @@ def test_counters_saturate(gate):
         assert (after.global_step, getattr(after, counter)) == (LARGEST, LARGEST)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("gate", GATES)
 def test_inner_receives_every_extra_argument(gate):
     seen = {}
@@ -94,20 +97,17 @@ def test_inner_receives_every_extra_argument(gate):
     staleness = {"staleness"} if gate == "drop_stale" else set()
     assert seen.keys() == {"local_step", "value", *extra} | staleness
     assert seen["value"] == 3
+    # A gate takes some for itself, and passes on only what its inner one takes.
 
-
-def test_an_unknown_extra_argument_is_an_error_but_behind_a_gate():
-    """A gate takes some for itself, and passes on only what its inner one takes."""
-
-    def update(updates, state, params=None, *, value=None):
+    def strict(updates, state, params=None, *, value=None):
         return updates, state
 
-    strict = optax.GradientTransformationExtraArgs(optax.identity().init, update)
-    state = strict.init(PARAMS)
+    strict = optax.GradientTransformationExtraArgs(optax.identity().init, strict)
     with pytest.raises(TypeError, match="valu"):
-        gx.apply_gradients(strict, GRADS, state, PARAMS, valu=1)
-    gated = gx.accumulate(strict, 1)
-    gx.apply_gradients(gated, GRADS, gated.init(PARAMS), PARAMS, valu=1)
+        gx.apply_gradients(strict, GRADS, strict.init(PARAMS), PARAMS, valu=1)
+    gated = make(strict, 1)
+    extra = extra | {"local_step": 0, "valu": 1}
+    gx.apply_gradients(gated, GRADS, gated.init(PARAMS), PARAMS, **extra)
 
 
 def test_the_staleness_fraction_is_of_dropped_pushes_to_steps():
@@ -134,9 +134,14 @@ HOLD = {  # Gates that hold gradients, the field that does, and the leaves.
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("gate", HOLD)
+@pytest.mark.parametrize(
+    ("gate", "compiled", "kind", "in_context"),
+    [  # Each kind of mesh eager and compiled, in its context and not.
+        (gate, i < 2, kind, i % 2 == 0)
+        for number, gate in enumerate(HOLD)
+        for kind, i in ((AxisType.Auto, number), (AxisType.Explicit, 3 - number))
+    ],
+)
 def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     gate, compiled, kind, in_context
 ):
@@ -162,7 +167,7 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
         return params, state
 
     expected, _ = play(jnp.asarray)
-    with in_context(mesh):
+    with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
         lie = NamedSharding(mesh, P("x", "y"))
         params, state = play(functools.partial(jax.device_put, device=lie))
     rows = NamedSharding(mesh, P(None, "x", "y"))
@@ -246,18 +251,18 @@ def test_side_effects_of_a_step_stay_behind_the_gate(monkeypatch):
     assert seen == [2.0, 7.0]
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("compiled", "bad"), [(False, np.inf), (True, np.nan)], ids=["eager", "jit"]
+)
 def test_a_choice_lets_nothing_of_a_skipped_gradient_through(
     compiled, bad, monkeypatch
 ):
     """The schedule's count stays too: its next rate is 0.5."""
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_tpu)
-    tx = gx.drop_stale(optax.sgd(lambda count: 1 / (1 + count.astype(jnp.float32))), 0)
+    tx = gx.drop_stale(optax.sgd(lambda count: 1 / (1 + jnp.float32(count))), 0)
     params = jnp.zeros(3)
     update = jax.jit(tx.update) if compiled else tx.update
-    state = tx.init(params)
-    found = []
+    state, found = tx.init(params), []
     for g, local_step in ((1.0, 0), (bad, 0), (4.0, 1)):
         updates, state = update(jnp.full(3, g), state, params, local_step=local_step)
         found.append(updates)
@@ -301,51 +306,58 @@ def without_extra_args(tx):
     return optax.GradientTransformation(tx.init, update)
 
 
+AROUND = {
+    "itself": without_extra_args,
+    "gate": lambda tx: gx.skip_spikes(without_extra_args(tx)),
+    "sam": lambda tx: gx.skip_spikes(optax.contrib.sam(tx, optax.sgd(0.1))),
+    "delayed": lambda tx: gx.delayed(without_extra_args(tx), 1),
+    "master_weights": lambda tx: gx.master_weights(without_extra_args(tx)),
+    "low_bit_state": lambda tx: gx.low_bit_state(without_extra_args(tx)),
+}
+
+
+@pytest.mark.every
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", ["weight", "last", "local_step"])
 @pytest.mark.parametrize(
-    "around",
-    [
-        without_extra_args,
-        lambda tx: gx.skip_spikes(without_extra_args(tx)),
-        lambda tx: gx.skip_spikes(optax.contrib.sam(tx, optax.sgd(0.1))),
-        lambda tx: gx.delayed(without_extra_args(tx), 1),
-        lambda tx: gx.master_weights(without_extra_args(tx)),
-        lambda tx: gx.low_bit_state(without_extra_args(tx)),
-    ],
-    ids=["itself", "gate", "sam", "delayed", "master_weights", "low_bit_state"],
+    ("around", "name"), half(AROUND, ["weight", "last", "local_step"])
 )
 def test_an_argument_of_a_gate_inside_is_not_lost(around, name):
     """The wrapper between takes no extra arguments, and optax would drop it."""
     inner = gx.accumulate(optax.sgd(0.1), 2)
     if name == "local_step":
         inner = gx.drop_stale(optax.sgd(0.1), 1)
-    tx, extra = around(inner), {name: {"weight": 2.0, "last": True}.get(name, 0)}
+    tx, value = AROUND[around](inner), {"weight": 2.0, "last": True}.get(name, 0)
     state = tx.init(PARAMS)
     with pytest.raises(TypeError, match=f"(?s){name}.*(would be lost|around delayed)"):
-        gx.apply_gradients(tx, GRADS, state, PARAMS, **extra)
+        gx.apply_gradients(tx, GRADS, state, PARAMS, **{name: value})
     if name != "local_step":  # Without it all is as before.
         gx.apply_gradients(tx, GRADS, state, PARAMS, **{name: None})
 
 
-@pytest.mark.usefixtures("standard_promotion")
-def test_no_way_to_train_loses_a_weight():
-    tx = without_extra_args(gx.accumulate(optax.sgd(0.1), 2))
+def sum_of(params, x):
+    return jnp.sum(params["w"]) * x + jnp.sum(params["b"])
 
-    def loss_fn(params, x):
-        return jnp.sum(params["w"]) * x + jnp.sum(params["b"])
 
-    lost = pytest.raises(
-        TypeError, match="weight is for a wrapper inside of without_ext"
-    )
-    step = gx.minimize(loss_fn, tx, donate=False)
-    with lost:
-        step(PARAMS, tx.init(PARAMS), 1.0, weight=2.0)
-    with lost:
-        gx.local_steps(loss_fn, tx, donate=False)(
-            PARAMS, tx.init(PARAMS), jnp.ones(2), weight=2.0
-        )
+def minimized(tx, **extra):
+    return gx.minimize(sum_of, tx, donate=False)(PARAMS, tx.init(PARAMS), 1.0, **extra)
+
+
+def local(tx, **extra):
+    steps = gx.local_steps(sum_of, tx, donate=False)
+    return steps(PARAMS, tx.init(PARAMS), jnp.ones(2), **extra)
+
+
+def served(tx, **extra):
     server = gx.ParameterServer(PARAMS, gx.drop_stale(tx, 1))
-    with lost:
-        server.push(GRADS, 0, weight=2.0)
     assert server.push(GRADS, 0).applied
+    return server.push(GRADS, 0, **extra)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("train", [minimized, local, served])
+def test_no_way_to_train_loses_a_weight(train):
+    tx = without_extra_args(gx.accumulate(optax.sgd(0.1), 2))
+    with pytest.raises(
+        TypeError, match="weight is for a wrapper inside of without_ext"
+    ):
+        train(tx, weight=2.0)

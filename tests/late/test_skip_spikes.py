@@ -74,12 +74,14 @@ def played(window, warmup, with_loss):
 KINDS = [(128, None, True), (16, 5, True), (32, 32, False), (2, None, True)]
 
 
-@pytest.mark.parametrize("seed", range(13))
+@pytest.mark.parametrize("seed", range(0, 13, 2))
 def test_a_stream_is_that_of_the_rule(seed):
-    window, warmup, with_loss = KINDS[seed % len(KINDS)]
-    sigmas = (6.0, 3.0, 2.0, 10.0)[seed % 4]
+    """And so are streams of losses that are far larger or smaller."""
+    window, warmup, with_loss = KINDS[seed // 2 % len(KINDS)]
+    sigmas = (6.0, 3.0, 2.0, 10.0)[seed // 2 % 4]
     norms, losses = stream(seed)
-    params, counts = played(window, warmup, with_loss)(norms, losses, sigmas)
+    play = played(window, warmup, with_loss)
+    params, counts = play(norms, losses, sigmas)
     pairs = [
         (np.float64(n), np.float64(x) if with_loss else None)
         for n, x in zip(norms, losses, strict=True)
@@ -94,6 +96,11 @@ def test_a_stream_is_that_of_the_rule(seed):
         wanted.append(p)
     np.testing.assert_allclose(params, wanted, rtol=2e-5)
     assert 4 < int(counts[-1]) < STEPS // 2
+    if seed % 3 != 2:  # Those lose digits.
+        for scale in np.float32([1e-30, 1e-12, 1e30]):
+            np.testing.assert_array_equal(
+                play(norms, losses * scale, sigmas)[1], counts
+            )
 
 
 @pytest.mark.parametrize("name", [k for k, case in CASES.items() if case["ours"]])
@@ -122,17 +129,6 @@ def test_equal_numbers_are_no_spike_and_any_larger_one_is():
     for number, skipped in ((np.nextafter(np.float32(0.1), 1), 1), (0.05, 1), (0.2, 2)):
         params, state = step(number, state, params)
         assert state.skipped_count == skipped
-
-
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e30])
-def test_losses_of_any_size_are_judged_alike(scale):
-    _, losses = stream(3)
-    norms = np.ones_like(losses)
-    play = played(16, 5, True)
-    at_one = play(norms, losses, 3.0)[1]
-    np.testing.assert_array_equal(
-        play(norms, losses * np.float32(scale), 3.0)[1], at_one
-    )
 
 
 def test_a_skipped_push_changes_counts_and_history_alone():
@@ -213,36 +209,31 @@ def test_rows_are_summed_once_and_untouched_rows_stay():
 def test_devices_that_share_a_gradient_decide_alike(make):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
 
-    def transformation(**where):
+    def run(params, pushes, **where):
         if make is gx.skip_spikes:
-            return make(optax.sgd(0.1), window=4, **where)
-        return make(warmup=2, **where)
+            tx = make(optax.sgd(0.1), window=4, **where)
+        else:
+            tx = make(warmup=2, **where)
 
-    spec = {"w": P("x"), "b": P()}
-    params = {"w": jnp.zeros(16), "b": jnp.zeros(2)}
-
-    def run(tx, params, pushes):
         def body(carry, grads):
             params, state = carry
             return gx.apply_gradients(tx, grads, state, params), ()
 
         return jax.lax.scan(body, (params, tx.init(params)), pushes)[0]
 
+    spec = {"w": P("x"), "b": P()}
+    params = {"w": jnp.zeros(16), "b": jnp.zeros(2)}
     one, far = np.ones((5, 16), np.float32), np.zeros((5, 16), np.float32)
     far[:, 0] = [0, 0, 0, 900, NAN]  # On one device alone.
     pushes = {"w": one * np.float32([[1], [1.1], [1], [1], [1]]) + far}
     pushes["b"] = np.ones((5, 2), np.float32)
-    tx = transformation(axis_name="x")
-    sharded = jax.jit(
-        jax.shard_map(
-            functools.partial(run, tx),
-            mesh=mesh,
-            in_specs=(spec, {"w": P(None, "x"), "b": P()}),
-            out_specs=(spec, P()),
-        )
+    sharded = jax.shard_map(
+        functools.partial(run, axis_name="x"),
+        mesh=mesh,
+        in_specs=(spec, {"w": P(None, "x"), "b": P()}),
+        out_specs=(spec, P()),
     )
-    whole = jax.jit(functools.partial(run, transformation()))
-    got, wanted = sharded(params, pushes), whole(params, pushes)
+    got, wanted = jax.jit(sharded)(params, pushes), jax.jit(run)(params, pushes)
     chex.assert_trees_all_close(got, wanted, rtol=1e-5)
     if make is gx.skip_spikes:
         assert got[1].skipped_count == 2
@@ -299,28 +290,18 @@ def test_devices_with_losses_of_their_own_decide_alike(how):
         np.testing.assert_allclose(leaf, -0.4, rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        gx.skip_spikes(optax.sgd(1.0), window=2),
-        gx.drop_stale(gx.skip_spikes(optax.sgd(1.0), window=2), 9),
-        gx.accumulate(optax.sgd(1.0), 1, skip_nonfinite=True),
-    ],
-    ids=["alone", "in drop_stale", "skip_nonfinite"],
-)
-def test_a_server_says_that_a_push_was_not_applied(tx):
+@pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: gx.drop_stale(tx, 9)])
+def test_a_server_says_that_a_push_was_not_applied(around):
+    tx = around(gx.skip_spikes(optax.sgd(1.0), window=2))
     server = gx.ParameterServer(jnp.zeros(2), tx)
     for grad in (1.0, 1.1, NAN):
         _, step = server.pull()
         result = server.push(jnp.full(2, grad), step, value=1.0)
         assert result.applied == (grad < 2)
-    assert server.stats().accepted == 2
-    assert server.stats().dropped == 1
+    stats = server.stats()
+    assert (stats.accepted, stats.dropped) == (2, 1)
     np.testing.assert_allclose(server.pull()[0], -2.1, rtol=1e-6)
-
-
-@pytest.mark.parametrize("value", [np.ones(1), "high", 1j, True, {}])
-def test_a_loss_that_is_no_real_scalar_is_named(value):
-    tx, params = gx.skip_spikes(optax.sgd(1.0)), jnp.zeros(())
-    with pytest.raises(TypeError, match="value must be a real scalar"):
-        push(tx, 1.0, tx.init(params), params, value=value)
+    params = jnp.zeros(2)
+    for value in (np.ones(1), "high", 1j, True, {}):
+        with pytest.raises(TypeError, match="value must be a real scalar"):
+            push(tx, 1.0, tx.init(params), params, value=value, local_step=0)

@@ -50,14 +50,11 @@ for name, (ours, theirs) in grid.chains("float32").items():
     if "optax" not in name:
         CHAINS |= {name: ours, f"optax {name}": theirs}
 OURS = [name for name in CHAINS if not name.startswith("optax")]
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 
 
 def model(name, dtype):
     """The parameters on which the step of a chain is compiled."""
-    blocks = {"float32": 2, "bfloat16": 0}[dtype]  # No figure of the second is tested.
-    if "novograd" in name:
-        blocks = 4
+    blocks = 4 if "novograd" in name else 2
     return placed(gpt2_short(jnp.dtype(dtype), blocks), mesh("v5e:2x2"))
 
 
@@ -117,8 +114,6 @@ def test_novograd_on_the_whole_model():
     ("name", "dtype", "temp", "moved"),
     [
         ("novograd(global_clipnorm)", "bfloat16", 1.1, 22),
-        ("novograd(global_clipnorm)", "float32", 1.34, 18),
-        ("clip + novograd", "bfloat16", 1.01, 18.5),
         ("clip + novograd", "float32", 1.19, 20.2),
     ],
 )
@@ -183,7 +178,7 @@ def test_half_precision_needs_no_copy_of_the_model(name, bound):
     assert found["temp"] < bound
 
 
-@DTYPES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", OURS)
 def test_no_array_of_doubles_even_where_they_are_allowed(name, dtype):
     """In the compiler's input: it takes doubles apart, and none are left after.
@@ -197,10 +192,9 @@ def test_no_array_of_doubles_even_where_they_are_allowed(name, dtype):
     assert "xf64>" not in text
 
 
-@DTYPES
 @pytest.mark.parametrize("name", OURS)
-def test_nothing_of_the_host(name, dtype):
-    text = compiled(name, dtype).as_text()
+def test_nothing_of_the_host(name):
+    text = compiled(name).as_text()
     assert "S(5)" not in text  # The host's memory.
     opcodes = {opcode for _, _, opcode, _, _ in INSTRUCTION.findall(text)}
     assert "fusion" in opcodes
@@ -255,11 +249,10 @@ def test_a_row_sparse_step_does_not_depend_on_the_height_of_the_table():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2"])
-def test_micro_batches_of_sgd_in_optaxs_loop_move_no_more_than_optaxs(topology):
+def test_micro_batches_of_sgd_in_optaxs_loop_move_no_more_than_optaxs():
     """Its updates came out of a conditional, and each push added them: 3 N more."""
     shapes, batch, loss_fn = training("dense")
-    params = placed(shapes, mesh(topology))
+    params = placed(shapes, mesh("v5e:2x2"))
     n = size_on_a_chip(params)
     theirs = optax.MultiSteps(optax.sgd(0.1), 4).gradient_transformation()
     temporary, moved = [], []
@@ -273,9 +266,9 @@ def test_micro_batches_of_sgd_in_optaxs_loop_move_no_more_than_optaxs(topology):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("width", [1024, 2048])
 @pytest.mark.parametrize(
-    ("write", "scanned"), [(gx_step, False), (optax_step, False), (gx_step, True)]
+    ("write", "scanned", "width"),
+    [(gx_step, False, 2048), (optax_step, False, 1024), (gx_step, True, 1024)],
 )
 def test_micro_batches_keep_no_copy_of_their_gradients(write, scanned, width):
     """With the loss inside; one layer's gradient is 0.083 N.
@@ -295,18 +288,12 @@ def test_micro_batches_keep_no_copy_of_their_gradients(write, scanned, width):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    ("inner", "scanned"),
-    [
-        (optax.sgd(0.1), False),
-        (optax.sgd(0.1), True),
-        (optax.adamw(0.1), False),
-        (optax.adamw(0.1), True),
-    ],
+    ("inner", "scanned"), [(optax.sgd(0.1), False), (optax.adamw(0.1), True)]
 )
 def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(
     inner, scanned
 ):
-    """Without ``layers`` it would be 1.01, 1.51, 1.01 and 1.84 N."""
+    """Without ``layers`` it would be 1.01 and 1.84 N."""
     chip = mesh("v5e:2x2")
     params = placed(transformer(16, 512, vocabulary=256), chip)
     tx = gx.accumulate(inner, 4)
@@ -332,33 +319,30 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients(
     ("tx", "dtype", "two_passes"),
     [
         (optax.sgd(0.1), "float32", False),
-        (optax.adamw(0.1), "float32", False),
         (optax.adamw(0.1), "bfloat16", False),
         (optax.chain(CLIP, optax.adamw(0.1)), "float32", True),
-        (optax.chain(CLIP, optax.adamw(0.1)), "bfloat16", True),
     ],
 )
 @pytest.mark.usefixtures("standard_promotion")
 def test_layers_keep_no_array_of_their_gradients(tx, dtype, two_passes):
-    """Each is applied in the backward pass. It would be 1.05 to 1.42 N."""
+    """Each is applied in the backward pass. Otherwise it would be 1.05 to 1.42 N."""
     chip = mesh("v5e:2x2")
     params = placed(transformer(16, 1024, vocabulary=256, dtype=dtype), chip)
     state = placed(jax.eval_shape(tx.init, params), chip)
     tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), chip)
 
-    def temporary(layers):
-        step = gx.minimize(next_tokens, tx, layers=layers, two_passes=two_passes)
-        compiled = step.lower(params, state, tokens).compile()
-        return compiled.memory_analysis().temp_size_in_bytes / size_on_a_chip(params)
-
-    assert temporary(("layers",)) <= 0.02
-    assert temporary(()) > 1
+    step = gx.minimize(next_tokens, tx, layers=("layers",), two_passes=two_passes)
+    found = step.lower(params, state, tokens).compile().memory_analysis()
+    assert found.temp_size_in_bytes <= 0.02 * size_on_a_chip(params)
 
 
 @pytest.mark.parametrize("name", ["teacher", "reference"])
 @pytest.mark.usefixtures("standard_promotion")
 def test_scans_that_only_read_layers_need_no_copy(name):
-    """A teacher reads the stack itself, and two scans read a frozen reference."""
+    """A teacher reads the stack itself, and two scans read a frozen reference.
+
+    Without layers it would be more than 1 N.
+    """
     chip = mesh("v5e:2x2")
     names = ["w"] if name == "teacher" else ["w", "reference"]
     stack = jax.ShapeDtypeStruct((16, 1024, 1024), jnp.float32)
@@ -375,14 +359,10 @@ def test_scans_that_only_read_layers_need_no_copy(name):
             (net(params["w"], x) - net(read, 2 * x) - net(read, 3 * x)) ** 2
         )
 
-    def temporary(layers):
-        learns = {key: key == "w" for key in names}
-        step = gx.minimize(loss, tx, layers=layers, trainable=learns)
-        found = step.lower(params, state, x).compile().memory_analysis()
-        return found.temp_size_in_bytes / 2**26
-
-    assert temporary(names) <= 0.02
-    assert temporary([]) > 1
+    learns = {key: key == "w" for key in names}
+    step = gx.minimize(loss, tx, layers=names, trainable=learns)
+    found = step.lower(params, state, x).compile().memory_analysis()
+    assert found.temp_size_in_bytes <= 0.02 * 2**26
 
 
 @pytest.mark.parametrize(
@@ -409,8 +389,16 @@ def test_layers_bring_little_of_a_state_on_the_host(tx, dtype, of_state, bound):
     assert found.host_temp_size_in_bytes == 0
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int16", "int8"])
-@pytest.mark.parametrize("shape", [(7, 100), (80, 64), (7, 3, 512), (128, 2048, 1)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((7, 100), "float32"),
+        ((80, 64), "int16"),
+        ((80, 64), "int8"),
+        ((7, 3, 512), "int8"),
+        ((128, 2048, 1), "int16"),
+    ],
+)
 def test_small_layers_of_a_state_on_the_host(shape, dtype):
     """The compiler takes no single one of most, so they come together."""
     chip = NamedSharding(mesh("v5e:2x2"), P())

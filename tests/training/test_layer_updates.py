@@ -15,9 +15,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from benchmarks.compilers import placed
-from benchmarks.grid import devices
-from benchmarks.models import next_tokens, size, transformer
+from tests.training.losses import Loss, Way, check, numbered
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -47,22 +45,13 @@ def loss_fn(p, x):
     return jnp.mean((jax.lax.scan(layer, x, p["blocks"])[0] @ p["head"] - 1) ** 2)
 
 
-def train(tx, params, *, steps=3, extra=lambda k, state: {}, **how):
-    step = gx.minimize(loss_fn, tx, **how)
-    state, losses = tx.init(params), []
-    for k in range(steps):
-        params, state, loss = step(params, state, X, **extra(k, state))
-        losses.append(loss)
-    return params, state, losses
+def model(layers=LAYERS, stacks=("blocks",)):
+    return Loss(loss_fn, stacks, functools.partial(start, layers), (X,), rtol=2e-5)
 
 
-def check(tx, make=start, rtol=2e-5, *, layers=("blocks",), two_passes=False, **how):
-    """The steps by the layer and the ordinary ones: numbers, types and state."""
-    wanted = train(tx, make(), **how)
-    got = train(tx, make(), layers=layers, two_passes=two_passes, **how)
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
-        assert jax.typeof(x) == jax.typeof(y)
-    chex.assert_trees_all_close(got, wanted, rtol=rtol, atol=rtol / 4)
+def trained(tx, params, layers=("blocks",), **how):
+    """After one step."""
+    return gx.minimize(loss_fn, tx, layers=layers, **how)(params, tx.init(params), X)
 
 
 def of_matrices(f):
@@ -75,20 +64,17 @@ def of_matrices(f):
     return optax.chain(optax.stateless(update), optax.sgd(0.1, momentum=0.9))
 
 
-# Loops.
+def all_of(table):
+    """Their mean, in one program."""
+    return of_matrices(lambda x: sum(f(x) for f in table.values()) / len(table))
 
 
-def numbered(params):
-    """The axes of each matrix of a layer, for Muon."""
-    axes = optax.contrib.MuonDimensionNumbers
-    blocks = {"w": axes(1, 2), "v": axes(-2, -1), "b": None}
-    return {"blocks": blocks, "head": None}
+# Muon.
 
 
 @pytest.mark.parametrize(
     "how",
     [
-        {},
         {"preconditioning": "spectral"},
         {"preconditioning": "aol"},
         {"ns_coeffs": ((3.4, -4.7, 2.0),) * 3},
@@ -98,7 +84,7 @@ def numbered(params):
 def test_muon(how):
     """Its sums have another order in a stack, and its polynomials amplify that."""
     tx = optax.contrib.muon(0.02, muon_weight_dimension_numbers=numbered, **how)
-    check(tx, rtol=2e-3)
+    check(model(), tx, rtol=2e-3)
 
 
 @pytest.mark.slow
@@ -108,7 +94,7 @@ def test_muon_by_its_formula():
         0.02, adam_weight_decay=0.0, muon_weight_dimension_numbers=numbered
     )
     params = start()
-    new, *_ = train(tx, start(), steps=1, layers=["blocks"])
+    new, *_ = trained(tx, start())
     grads = jax.tree.map(np.float64, jax.grad(loss_fn)(params, X))
     for name, w in params["blocks"].items():
         stacks = grads["blocks"][name], w, new["blocks"][name]
@@ -123,6 +109,9 @@ def test_muon_by_its_formula():
             np.testing.assert_allclose(old - now, 0.02 * scale * y, atol=1e-4)
 
 
+# What keeps layers apart. tests/draw/ draws further programs.
+
+
 def until(goes_on):
     """A loop that each layer leaves after its own number of steps."""
     return jax.vmap(
@@ -132,6 +121,7 @@ def until(goes_on):
     )
 
 
+@jax.checkpoint
 def powers(x):
     """A scan over rows, with a carry that begins as zeros."""
     rows = jnp.swapaxes(x, 0, 1)
@@ -141,75 +131,9 @@ def powers(x):
     return jnp.swapaxes(y, 0, 1) + last[:, None]
 
 
-LOOPS = {
-    "fori_loop": lambda x: jax.lax.fori_loop(0, 3, lambda i, y: jnp.sin(y) * i + y, x),
-    "from zeros": lambda x: jax.lax.fori_loop(
-        0, 3, lambda _, y: 0.5 * y + x, jnp.zeros_like(x)
-    ),
-    "unrolled": lambda x: jax.lax.fori_loop(
-        0, 3, lambda _, y: jnp.sin(y) + x, x, unroll=True
-    ),
-    "bounds of data": jax.vmap(
-        lambda x: jax.lax.fori_loop(
-            0, jnp.argmax(jnp.arange(4)), lambda _, y: 1.1 * y, x
-        )
-    ),
-    "while_loop": until(lambda i, x: jnp.linalg.norm(x) < 3),
-    "at most": until(lambda i, x: (i < 9) & (jnp.linalg.norm(x) < 2 + x[0, 0])),
-    "scan": powers,
-    "backwards": jax.vmap(
-        lambda x: jax.lax.scan(lambda c, y: (c + y, c * y), x[0] * 0, x, reverse=True)[
-            1
-        ]
-    ),
-    "two that meet": lambda x: jax.lax.fori_loop(
-        0, 3, lambda _, c: (c[1], c[0] + x), (jnp.zeros_like(x), jnp.zeros_like(x))
-    )[0],
-    "map over layers": lambda x: jax.lax.map(lambda y: y @ y.T @ jnp.sort(y, 1), x),
-    "a loop in a loop": lambda x: jax.lax.fori_loop(
-        0, 2, lambda i, y: y + jax.lax.map(jnp.sin, y) + LOOPS["while_loop"](y) * i, x
-    ),
-    "cond": jax.vmap(
-        lambda x: jax.lax.fori_loop(
-            0, 3, lambda i, y: jax.lax.cond(i > 1, jnp.sin, lambda y: 2 * y, y), x
-        )
-    ),
-    "checkpoint": jax.checkpoint(powers),
-}
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_a_loop_within_a_layer(name):
-    check(of_matrices(LOOPS[name]))
-
-
-@pytest.mark.parametrize("name", ["while_loop", "scan", "map over layers"])
-def test_a_loop_within_one_layer_or_many(name):
-    for layers in 1, 6, 10:  # As many as a matrix has rows.
-        check(of_matrices(LOOPS[name]), functools.partial(start, layers))
-
-
-# Factorizations.
-
-
 def square(x):
     """x xᵀ + 1, of the smaller size."""
     return x @ x.T + jnp.eye(len(x))
-
-
-def shampoo(x):
-    """With both inverse fourth roots, by eigenvalues."""
-
-    def root(a):
-        values, q = jnp.linalg.eigh(a)
-        return q * values**-0.25 @ q.T
-
-    return root(square(x)) @ x @ root(square(x.T))
-
-
-def polar(x):
-    u, _, v = jnp.linalg.svd(x, full_matrices=False)
-    return u @ v
 
 
 @jax.custom_vjp
@@ -220,105 +144,49 @@ def whitened(x):
 
 whitened.defvjp(lambda x: (whitened(x), None), lambda _, g: (g,))
 
-FACTORS = {
-    "eigh": shampoo,
-    "svd": polar,
-    "qr": lambda x: jnp.linalg.qr(square(x))[0] @ x,
-    "cholesky": whitened,
-    "lu": lambda x: jax.scipy.linalg.lu_factor(square(x))[0] @ x,
-    "inverse root by Newton": lambda x: (
-        jax.lax.while_loop(
-            lambda c: jnp.max(jnp.abs(c[1] - jnp.eye(len(x)))) > 1e-3,
-            lambda c: (
-                0.5 * c[0] @ (3 * jnp.eye(len(x)) - c[1]),
-                0.25 * c[1] @ jnp.linalg.matrix_power(3 * jnp.eye(len(x)) - c[1], 2),
-            ),
-            (jnp.eye(len(x)), square(x) / jnp.linalg.norm(square(x))),
-        )[0]
-        @ x
-    ),
-}
 
+def root(a):
+    """The inverse fourth root, by eigenvalues, as in Shampoo."""
+    values, q = jnp.linalg.eigh(a)
+    return q * values**-0.25 @ q.T
 
-@pytest.mark.parametrize("name", FACTORS)
-def test_a_factorization_of_each_layer(name):
-    check(of_matrices(jax.vmap(FACTORS[name])), rtol=1e-4 if name == "eigh" else 2e-5)
-
-
-def soap():
-    """Adam in the eigenbasis of a mean of g gᵀ, refreshed by power iteration and QR.
-
-    As SOAP (2409.11321) with one side: the basis is sorted by its estimated
-    eigenvalues, and the second moment with it.
-    """
-
-    def init(params):
-        def eye(p):
-            return jnp.broadcast_to(jnp.eye(p.shape[1]), (len(p), *2 * p.shape[1:2]))
-
-        names = {"m": jnp.zeros_like, "v": jnp.zeros_like, "gg": eye, "q": eye}
-        return {name: jax.tree.map(f, params) for name, f in names.items()}
-
-    def one(g, m, v, gg, q):
-        gg = 0.9 * gg + 0.1 * g @ g.T
-        order = jnp.argsort(-jnp.diag(q.T @ gg @ q))
-        v, q = v[order], q[:, order]
-        q, _ = jnp.linalg.qr((gg + 1e-2 * jnp.eye(len(g))) @ q)
-        m, v = 0.9 * m + 0.1 * g, 0.9 * v + 0.1 * (q.T @ g) ** 2
-        return -0.01 * q @ (q.T @ m / jnp.sqrt(v + 1e-4)), m, v, gg, q
-
-    def update(updates, state, params=None):
-        names = "m", "v", "gg", "q"
-        trees = updates, *(state[name] for name in names)
-        results = jax.tree.map(lambda *x: [*jax.vmap(one)(*x)], *trees)
-        u, *new = jax.tree.transpose(
-            jax.tree.structure(updates), jax.tree.structure([0] * 5), results
-        )
-        return u, dict(zip(names, new, strict=True))
-
-    return optax.GradientTransformation(init, update)
-
-
-@pytest.mark.slow
-def test_soap():
-    def labels(params):
-        return jax.tree.map(lambda p: "soap" if p.ndim > 2 else "sgd", params)
-
-    tx = optax.partition({"soap": soap(), "sgd": optax.sgd(0.1)}, labels)
-    check(tx, rtol=2e-4, steps=5)
-
-
-# Sorts, and entries along other axes.
 
 ALONG = {
-    "sort": lambda x: x * jnp.sort(x, -1) + jnp.argsort(x, 1),
+    "while_loop": until(lambda i, x: (i < 9) & (jnp.linalg.norm(x) < 2 + x[0, 0])),
+    "scan": powers,
+    "two that meet": lambda x: jax.lax.fori_loop(
+        0, 3, lambda _, c: (c[1], c[0] + x), (jnp.zeros_like(x), jnp.zeros_like(x))
+    )[0],
+    "map over layers": lambda x: jax.lax.map(lambda y: y @ y.T @ jnp.sort(y, 1), x),
+    "cond in a loop": jax.vmap(
+        lambda x: jax.lax.fori_loop(
+            0, 3, lambda i, y: jax.lax.cond(i > 1, jnp.sin, lambda y: 2 * y, y), x
+        )
+    ),
+    "eigh": jax.vmap(lambda x: root(square(x)) @ x @ root(square(x.T))),
+    "qr": jax.vmap(lambda x: jnp.linalg.qr(square(x))[0] @ x),
+    "cholesky": jax.vmap(whitened),
+    "lu": jax.vmap(lambda x: jax.scipy.linalg.lu_factor(square(x))[0] @ x),
     "median": lambda x: x - jnp.median(x, axis=(1, 2), keepdims=True),
     "top_k": lambda x: jnp.where(x >= jax.lax.top_k(x, 2)[0][..., -1:], x, 0),
     "cumulative": lambda x: jnp.cumsum(x, 1) + jax.lax.cummax(x, 2),
     "other order": lambda x: jnp.flip(x, 1) + jnp.roll(x, 1, -1),
     "joined": lambda x: jnp.concatenate([x, jnp.zeros_like(x)], 1)[:, : x.shape[1]],
     "stacked": lambda x: jnp.stack([x, 2 * x], -1).max(-1) + jnp.stack([x, x])[1],
-    "split": lambda x: x + jnp.split(x, 2, 2)[1].sum(2, keepdims=True),
-    "argmax": lambda x: x * (jnp.arange(x.shape[-1]) == jnp.argmax(x, -1)[..., None]),
     "reads": jax.vmap(lambda x: x[:, jnp.argsort(x[0])] + x[jnp.argmax(x[:, 0])]),
-    "the same reads": lambda x: (
-        x + jnp.take(x, jnp.array([0, 1, 1]), 2).sum(2)[..., None]
-    ),
     "writes": jax.vmap(lambda x: x.at[jnp.argmin(x[:, 0])].multiply(2).at[:, 0].set(1)),
     "diagonal": jax.vmap(lambda x: x.at[jnp.arange(6), jnp.arange(6)].add(1)),
     "fft": lambda x: jnp.fft.irfft(jnp.fft.rfft(x)[..., :2], x.shape[-1]),
-    "fft of two axes": lambda x: jnp.real(jnp.fft.ifft2(jnp.abs(jnp.fft.fft2(x)))),
-    "fft of another axis": lambda x: jnp.abs(jnp.fft.fft(x, axis=1)),
     "a part": lambda x: jax.lax.dynamic_update_slice_in_dim(
         x, 2 * jax.lax.dynamic_slice_in_dim(x, jnp.argmax(jnp.arange(2)), 2, 1), 0, 1
     ),
 }
 
 
-@pytest.mark.slow
-def test_entries_of_each_layer():
-    """One program has them all."""
-    check(of_matrices(lambda x: sum(f(x) for f in ALONG.values())))
+@pytest.mark.parametrize("layers", [1, LAYERS, WIDTH])
+def test_entries_of_each_layer(layers):
+    """Also of as many layers as a matrix has rows. One program has them all."""
+    check(model(layers), all_of(ALONG), steps=2, rtol=2e-4)
 
 
 # What mixes layers.
@@ -327,8 +195,6 @@ MIXED = {
     "sort": lambda x: jnp.sort(x, 0),
     "cumsum": lambda x: jnp.cumsum(x, 0),
     "rev": lambda x: x[::-1],
-    "argmax": lambda x: x * jnp.argmax(x, 0),
-    "gather": lambda x: x[jnp.array([1, 0, 3, 2])],
     "dynamic_slice of a layer": lambda x: x + x[jnp.argmax(jnp.ones(3))],
     "scatter-mul": lambda x: jax.lax.fori_loop(
         0, len(x), lambda i, y: y.at[i].multiply(2.0), x
@@ -336,9 +202,6 @@ MIXED = {
     "scan": lambda x: jax.lax.scan(lambda c, y: (c + y, c), jnp.zeros(x.shape[1:]), x)[
         1
     ],
-    "scan that turns": lambda x: jax.lax.fori_loop(
-        0, 2, lambda _, y: jnp.swapaxes(y, 0, 1), x[:, :4, :4]
-    ).sum((1, 2), keepdims=True),
     "reduce_or": lambda x: jax.lax.while_loop(
         lambda y: jnp.any(jnp.linalg.norm(y, axis=(1, 2)) < 3), lambda y: 1.3 * y, x
     ),
@@ -349,7 +212,6 @@ MIXED = {
         x, jnp.ones((1, *x.shape[1:])), jnp.argmax(jnp.ones(3)), 0
     ),
     "concatenate": lambda x: jnp.concatenate([x, x]).reshape(2, *x.shape)[0],
-    "qr": lambda x: jnp.moveaxis(jnp.linalg.qr(jnp.moveaxis(x, 0, 2))[0], 2, 0),
     "scatter": lambda x: x.at[:2].set(jnp.zeros((2, *x.shape[1:]))),
     "reshape in Fortran's order": lambda x: x.ravel(order="F").reshape(x.shape),
     "reshape of other axes": lambda x: jax.lax.reshape(x, x.shape, (0, 2, 1)).reshape(
@@ -363,13 +225,14 @@ MIXED = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", MIXED)
 def test_what_mixes_layers_is_refused_by_name(name):
     tx = of_matrices(MIXED[name])
     step = gx.minimize(loss_fn, tx, layers=["blocks"])
     operation = name.partition(" ")[0]
     with pytest.raises(TypeError, match=rf"may mix layers, by '{operation}'"):
-        step.lower(start(), tx.init(start()), X)
+        step.trace(start(), tx.init(start()), X)
 
 
 # The number of a layer.
@@ -415,17 +278,16 @@ RATES = {
 }
 
 
-@pytest.mark.parametrize("name", RATES)
 @pytest.mark.parametrize("layers", [1, LAYERS])
-def test_a_layer_knows_its_number(name, layers):
-    if layers == 1 and name in ("NumPy", "jax.numpy", "in a branch"):
-        pytest.skip("It has a number for each of four layers.")
-    check(of_matrices(RATES[name]), functools.partial(start, layers))
+def test_a_layer_knows_its_number(layers):
+    """Some have a number for each of four layers."""
+    of_four = ("NumPy", "jax.numpy", "in a branch") if layers == 1 else ()
+    check(model(layers), all_of({k: f for k, f in RATES.items() if k not in of_four}))
 
 
 def test_a_layer_knows_its_number_in_two_passes():
     tx = optax.chain(of_matrices(RATES["arange"]), optax.clip_by_global_norm(0.05))
-    check(tx, two_passes=True)
+    check(model(), Way(tx, two_passes=True))
 
 
 def rates_in_state(make):
@@ -438,15 +300,10 @@ def rates_in_state(make):
     return optax.GradientTransformation(lambda p: (make(p), jnp.zeros(3)), update)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda p: jnp.asarray(HALVES),
-        lambda p: 0.5 ** jnp.arange(len(p["blocks"]["w"])),
-    ],
-)
-def test_rates_in_a_state(make):
-    check(optax.chain(optax.adam(0.01), rates_in_state(make)))
+def test_rates_in_a_state():
+    first = rates_in_state(lambda p: jnp.asarray(HALVES))
+    second = rates_in_state(lambda p: 0.5 ** jnp.arange(len(p["blocks"]["w"])))
+    check(model(), optax.chain(optax.adam(0.01), first, second))
 
 
 def test_rates_whose_init_reads_one_parameter():
@@ -474,8 +331,7 @@ def test_a_state_for_layers_that_changes():
         step.lower(start(), tx.init(start()), X)
 
 
-@pytest.mark.parametrize("layers", [["blocks"], ["blocks/w"]])
-def test_rounding_at_random_gives_the_bits_of_the_whole_stack(layers):
+def test_rounding_at_random_gives_the_bits_of_the_whole_stack():
     """The update is the same number for all entries, so only the bits differ."""
     same = optax.stateless_with_tree_map(lambda u, _: jnp.full_like(u, -1e-3))
     tx = optax.chain(same, gx.round_stochastically(seed=3))
@@ -483,7 +339,7 @@ def test_rounding_at_random_gives_the_bits_of_the_whole_stack(layers):
     def make():
         return jax.tree.map(lambda x: x.astype(jnp.bfloat16), start())
 
-    got, wanted = (train(tx, make(), layers=x)[0] for x in (layers, ()))
+    got, wanted = (trained(tx, make(), layers=x)[0] for x in (["blocks"], ()))
     chex.assert_trees_all_equal(got, wanted)
     rounded_down = jax.tree.map(lambda x, y: jnp.mean(x != y), got, make())
     assert 0.02 < min(jax.tree.leaves(rounded_down)) < 1
@@ -491,89 +347,77 @@ def test_rounding_at_random_gives_the_bits_of_the_whole_stack(layers):
 
 # Devices.
 
+ADAM = optax.adam(0.01)
 
-@pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("name", ["pmean", "pmax", "ppermute", "clip"])
-def test_a_mean_over_devices_mixes_no_layers(name, check_vma):
-    """A link adds up gradients over named axes, of all leaves at once."""
+
+def after(over):
+    return optax.chain(optax.stateless(lambda u, _: over(u)), ADAM)
+
+
+MEAN = optax.stateless(lambda u, _: jax.lax.pmean(u, "i"))
+# They add up gradients over named axes, of all leaves at once.
+OVER_DEVICES = {
+    "pmean": after(lambda u: jax.lax.pmean(u, "i")),
+    "pmax": after(lambda u: jax.lax.pmax(u, "i")),
+    "ppermute": after(lambda u: jax.lax.ppermute(u, "i", [(0, 1), (1, 0)])),
+    "clip": optax.chain(MEAN, gx.clip_by_global_norm(0.05), ADAM),
+    # Its mean over devices is in the step that makes it.
+    "accumulate": gx.accumulate(ADAM, 2, axis_name="i"),
+}
+
+
+def on_two(tx, layers, over, steps=1, **how):
+    """Steps on two batches, one for each entry of the axis ``i``."""
+    step = gx.minimize(loss_fn, tx, layers=layers, donate=False, **how)
+
+    def run(p, x):
+        state = tx.init(p)
+        for k in range(steps):
+            p, state, _ = step(p, state, x + k)
+        return p
+
+    return over(run)(start(), jnp.stack([X, jnp.cos(X)]))
+
+
+def shard_map(check_vma):
     mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
-    over = {
-        "pmax": lambda u: jax.lax.pmax(u, "i"),
-        "ppermute": lambda u: jax.lax.ppermute(u, "i", [(0, 1), (1, 0)]),
-    }.get(name, lambda u: jax.lax.pmean(u, "i"))
-    link = optax.stateless(lambda u, _: over(u))
-    last = optax.chain(gx.clip_by_global_norm(0.05), optax.adam(0.01))
-    tx = optax.chain(link, last if name == "clip" else optax.adam(0.01))
 
-    def trained(layers):
-        two = name == "clip" and bool(layers)
-        step = gx.minimize(loss_fn, tx, layers=layers, two_passes=two, donate=False)
-
-        def run(p, x):
+    def over(run):
+        def one(p, x):
             if check_vma:
                 p = jax.lax.pcast(p, "i", to="varying")
-            state = tx.init(p)
-            for _ in range(2):
-                p, state, _ = step(p, state, x[0])
-            return jax.tree.map(lambda x: x[None], p)
+            return jax.tree.map(lambda x: x[None], run(p, x[0]))
 
         specs = {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P("i")}
-        run = jax.shard_map(run, **specs, check_vma=check_vma)
-        return jax.jit(run)(start(), jnp.stack([X, jnp.cos(X)]))
+        return jax.jit(jax.shard_map(one, **specs, check_vma=check_vma))
 
-    got, wanted = trained(["blocks"]), trained([])
+    return over
+
+
+@pytest.mark.parametrize(
+    ("name", "check_vma"),
+    [
+        ("pmean", True),
+        ("pmax", False),
+        ("ppermute", True),
+        ("clip", True),
+        ("accumulate", False),
+    ],
+)
+def test_a_mean_over_devices_mixes_no_layers(name, check_vma):
+    how = {"two_passes": True} if name == "clip" else {}
+    over, tx = shard_map(check_vma), OVER_DEVICES[name]
+    got = on_two(tx, ["blocks"], over, steps=4, **how)
+    wanted = on_two(tx, (), over, steps=4)
     chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=5e-6)
 
 
-def test_sums_of_micro_batches_over_devices():
-    """`accumulate` takes its mean over devices once, in the step that makes it."""
-    mesh = jax.make_mesh((2,), ("i",), (AxisType.Auto,), devices=jax.devices()[:2])
-    tx = gx.accumulate(optax.adam(0.01), 2, axis_name="i")
-
-    def trained(layers):
-        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
-
-        def run(p, x):
-            state = tx.init(p)
-            for k in range(4):
-                p, state, _ = step(p, state, x[0] + k)
-            return p
-
-        specs = {"mesh": mesh, "in_specs": (P(), P("i")), "out_specs": P()}
-        run = jax.shard_map(run, **specs, check_vma=False)
-        return jax.jit(run)(start(), jnp.stack([X, jnp.cos(X)]))
-
-    got, wanted = trained(["blocks"]), trained([])
+@pytest.mark.parametrize("over", [jax.pmap, jax.vmap])
+def test_a_mean_in_pmap_or_vmap(over):
+    """An axis of a vmap has no name inside of it: a sum is one over an axis."""
+    over = functools.partial(over, axis_name="i", in_axes=(None, 0))
+    got, wanted = (on_two(OVER_DEVICES["pmean"], x, over) for x in (["blocks"], ()))
     chex.assert_trees_all_close(got, wanted, rtol=2e-5, atol=5e-6)
-
-
-def test_a_mean_in_pmap():
-    link = optax.stateless(lambda u, _: jax.lax.pmean(u, "i"))
-    tx = optax.chain(link, optax.adam(0.01))
-
-    def trained(layers):
-        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
-        run = jax.pmap(lambda p, x: step(p, tx.init(p), x)[0], "i", in_axes=(None, 0))
-        return run(start(), jnp.stack([X, jnp.cos(X)]))
-
-    chex.assert_trees_all_close(trained(["blocks"]), trained([]), rtol=2e-5, atol=5e-6)
-
-
-def test_an_axis_of_a_vmap_has_no_name_inside_of_it():
-    """There a sum over it is one over an axis of arrays."""
-    link = optax.stateless(lambda u, _: jax.lax.psum(u, "i"))
-    tx = optax.chain(link, optax.sgd(0.1))
-
-    def trained(layers):
-        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
-        run = jax.vmap(
-            lambda p, x: step(p, tx.init(p), x)[0],
-            in_axes=(None, 0),
-            axis_name="i",
-        )
-        return run(start(), jnp.stack([X, jnp.cos(X)]))
-
-    chex.assert_trees_all_close(trained(["blocks"]), trained([]), rtol=2e-5, atol=5e-6)
 
 
 def test_a_sum_over_layers_by_the_name_of_a_vmap():
@@ -587,30 +431,26 @@ def test_a_sum_over_layers_by_the_name_of_a_vmap():
 # Errors.
 
 
+def longer(x):
+    return jnp.concatenate([x, x[:1]])
+
+
+@pytest.mark.every
 @pytest.mark.parametrize("name", ["blocks", "head"])
 @pytest.mark.parametrize(
-    "tx", [gx.ftrl(0.1), gx.proximal_adagrad(0.1), gx.adagrad(0.1)]
+    ("tx", "layers", "message"),
+    [
+        (gx.ftrl(0.1), ["blocks"], "state is not that of tx: at .*{}.* has"),
+        (gx.adagrad(0.1), (), r"updates and .* differ at \[{}\]"),
+        (optax.adam(0.1), ["blocks"], "state is not that of tx: at .*{}.* has"),
+    ],
 )
-def test_a_state_for_another_size(tx, name):
+def test_a_state_for_another_size(tx, layers, message, name):
     """Of a stack, or of a leaf that is no stack; the state is not blamed on layers."""
-
-    def longer(x):
-        return jnp.concatenate([x, x[:1]])
-
-    old = start()
-    grown = old | {name: jax.tree.map(longer, old[name])}
-    for other, how, message in [
-        (tx, {"layers": ["blocks"]}, "state is not that of tx: at .*{}.* has"),
-        (tx, {}, r"updates and .* differ at \[{}\]"),
-        (
-            optax.adam(0.1),
-            {"layers": ["blocks"]},
-            "state is not that of tx: at .*{}.* has",
-        ),
-    ]:
-        step = gx.minimize(loss_fn, other, donate=False, **how)
-        with pytest.raises(TypeError, match=message.format(f"'{name}'")):
-            step(old, other.init(grown), X)
+    grown = start() | {name: jax.tree.map(longer, start()[name])}
+    step = gx.minimize(loss_fn, tx, layers=layers)
+    with pytest.raises(TypeError, match=message.format(f"'{name}'")):
+        step(start(), tx.init(grown), X)
 
 
 @pytest.mark.parametrize("links", ["centralize, polyak_sgd", "clip, clip"])
@@ -635,21 +475,13 @@ def test_a_third_pass_is_named(links):
         step.lower(params, tx.init(params), X)
 
 
-@pytest.mark.parametrize(
-    "tx",
-    [
-        gx.accumulate(optax.sgd(0.1), 2),
-        gx.skip_spikes(optax.sgd(0.1)),
-        optax.chain(gx.clip_by_global_norm(1.0), optax.sgd(0.1)),
-        of_matrices(RATES["in a loop"]),
-        of_matrices(RATES["in a derivative"]),
-        optax.apply_if_finite(optax.sgd(0.1), 2),
-    ],
-)
-def test_no_tracer_leaks(tx):
-    step = gx.minimize(loss_fn, tx, layers=["blocks"], two_passes=True, donate=False)
-    with jax.check_tracer_leaks():
-        step(start(), tx.init(start()), X)
+def test_no_tracer_leaks():
+    loop = optax.chain(
+        *(of_matrices(RATES[f"in a {x}"]) for x in ("loop", "derivative"))
+    )
+    for tx in (gx.skip_spikes(loop), optax.apply_if_finite(optax.sgd(0.1), 2)):
+        with jax.check_tracer_leaks():
+            trained(tx, start(), two_passes=True)
 
 
 # State without layers.
@@ -660,36 +492,35 @@ def adafactor(least, **how):
     return optax.adafactor(0.1, min_dim_size_to_factor=least, **how)
 
 
-@pytest.mark.parametrize("layers", [1, 3, 4])
-@pytest.mark.parametrize("least", [5, 6, 7, 11])
-def test_adafactor(least, layers):
+@pytest.mark.parametrize(
+    ("least", "layers", "stacks"),
+    [
+        (5, 1, ["blocks"]),
+        (6, 4, ["blocks"]),
+        (7, 4, ["blocks"]),
+        (11, 3, ["blocks"]),
+        # With one more layer it would factor over layers, and have another state.
+        (WIDTH, WIDTH, ["blocks/w"]),
+    ],
+)
+def test_adafactor(least, layers, stacks):
     """Its placeholders have shape [1]; 6 columns are factored, or they are not."""
-    check(adafactor(least), functools.partial(start, layers))
+    check(model(layers, stacks), adafactor(least))
 
 
-def test_adafactor_of_as_many_layers_as_rows():
-    """With one more layer it would factor over layers, too, and have another state."""
-    check(adafactor(WIDTH), functools.partial(start, WIDTH), layers=["blocks/w"])
-
-
-@pytest.mark.parametrize("layers", [5, 7, 12])
+@pytest.mark.parametrize("layers", [5, 12])
 def test_adafactor_of_vectors_that_it_factors_over_layers(layers):
     """They mix layers, which two passes can do: the layers are an axis of a factor."""
-    make = functools.partial(start, layers)
-    tx = adafactor(5, momentum=0.9)
     with pytest.raises(TypeError, match=r"v_(row|col)\['blocks'\]\['b'\] .*two_passes"):
-        train(tx, make(), layers=["blocks"])
+        trained(adafactor(5, momentum=0.9), start(layers))
 
 
-def test_adafactor_with_a_clip_in_two_passes():
-    check(adafactor(6, clipping_threshold=0.01), two_passes=True)
-
-
-def test_a_number_for_each_stack_in_two_passes():
-    """Its state has no layers, and changes by a sum over them."""
-    with pytest.raises(TypeError, match=r"nu\['blocks'\]\['b'\] .* no layer for each"):
-        train(gx.novograd(0.1), start(), layers=["blocks"])
-    check(gx.novograd(0.1), two_passes=True)
+@pytest.mark.parametrize(
+    "tx", [adafactor(6, clipping_threshold=0.01), gx.novograd(0.1)]
+)
+def test_state_that_changes_by_a_sum_over_layers_in_two_passes(tx):
+    """The state of novograd has no layers."""
+    check(model(), Way(tx, two_passes=True))
 
 
 def low(tx, **given):
@@ -732,66 +563,8 @@ def low(tx, **given):
 )
 def test_the_advice_for_state_without_layers_is_that_of_its_field(tx, advice, advised):
     """Whoever is around. With what is advised the step runs."""
-    make = functools.partial(start, 32)
     given = f": give {advice}" if advice else ""
     with pytest.raises(TypeError, match=f"layer for each layer of the stack{given}[.]"):
-        train(tx, make(), layers=["blocks"])
+        trained(tx, start(32))
     if advised:
-        train(advised, make(), layers=["blocks"])
-
-
-# Gates and late gradients.
-
-
-def worker(k, state):
-    return {"worker": [0, 1, 1, 0, 0, 1][k], "local_step": state.global_step}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tx", "extra"),
-    [
-        (gx.delayed(optax.adam(0.1), 2), None),
-        (gx.delayed(optax.adam(0.1), {"blocks": 1, "head": 0}), None),
-        (gx.contrib.delayed_nesterov(0.1, num_delay=2), None),
-        *(
-            (gx.worker_mean(optax.adam(0.1), 2, method=method), worker)
-            for method in ("all", "latest", "ringleader")
-        ),
-    ],
-)
-def test_late_gradients(tx, extra):
-    check(tx, steps=6, extra=extra or (lambda k, state: {}))
-
-
-# Memory.
-
-
-def compiled(tx, **how):
-    params = placed(transformer(layers=16, width=256, vocabulary=256), devices("cpu"))
-    state = placed(jax.eval_shape(tx.init, params), devices("cpu"))
-    tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), devices("cpu"))
-    step = gx.minimize(next_tokens, tx, **how)
-    program = step.lower(params, state, tokens).compile()
-    return program.memory_analysis().temp_size_in_bytes / size(params)
-
-
-def muon_of_transformer():
-    axes = optax.contrib.MuonDimensionNumbers
-    matrices = dict.fromkeys(["down", "projection", "up"], axes(1, 2))
-    layers = matrices | {"attention": axes(1, (2, 3, 4)), "norm1": None, "norm2": None}
-    numbers = {"embed": None, "layers": layers, "norm": None}
-    return optax.contrib.muon(0.02, muon_weight_dimension_numbers=numbers)
-
-
-@pytest.mark.slow
-@pytest.mark.figures
-@pytest.mark.parametrize(
-    ("tx", "bound"),
-    [(muon_of_transformer(), 0.55), (adafactor(128), 0.2)],
-    ids=["muon", "adafactor"],
-)
-def test_no_gradients_of_all_layers_are_kept(tx, bound):
-    """Of the ordinary step 3.0 N and 2.0 N; Muon's products are those of a layer."""
-    assert compiled(tx) > 1.9
-    assert compiled(tx, layers=["layers"]) < bound
+        trained(advised, start(32))

@@ -53,11 +53,15 @@ def by_hand(tx, params, state, steps):
 
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
-    "tx",
-    [masked(optax.sgd(0.1, momentum=0.9)), masked(optax.adamw(0.1)), gx.adagrad(0.1)],
-    ids=["sgd", "adamw", "adagrad"],
+    ("tx", "num_steps"),
+    [
+        (masked(optax.sgd(0.1, momentum=0.9)), None),
+        (masked(optax.sgd(0.1, momentum=0.9)), 3),
+        (masked(optax.adamw(0.1)), 0),
+        (masked(optax.adamw(0.1)), H),
+        (gx.adagrad(0.1), H + 1),
+    ],
 )
-@pytest.mark.parametrize("num_steps", [None, 0, 3, H, H + 1])
 def test_equals_plain_steps(tx, num_steps):
     steps = gx.local_steps(loss_fn, tx, trainable=LEARNING)
     taken = H if num_steps is None else min(num_steps, H)
@@ -96,8 +100,7 @@ def test_another_number_of_steps_is_no_other_program():
     assert len({float(b) for b in moved}) == H
 
 
-@pytest.mark.parametrize("unroll", [1, True], ids=["loop", "unrolled"])
-@pytest.mark.parametrize("num_steps", [None, 2])
+@pytest.mark.parametrize(("num_steps", "unroll"), [(None, 1), (2, True)])
 def test_aux_has_an_entry_for_each_step(num_steps, unroll):
     def with_aux(params, x):
         return params * x, {"x": x}
@@ -113,16 +116,6 @@ def test_aux_has_an_entry_for_each_step(num_steps, unroll):
     assert grads == sum(range(1, n + 1))
     assert aux["x"].tolist() == [1.0, 2.0, 3.0][:n] + [0.0] * (3 - n)
     assert losses.tolist() == [3.0, 4.0, 0.0][:n] + [0.0] * (3 - n)
-
-
-def test_keys_are_batches_too():
-    def noisy(params, key):
-        return params * jax.random.normal(key)
-
-    tx, keys = optax.sgd(1.0), jax.random.split(jax.random.key(0), H)
-    w = jnp.float32(0)
-    grads, *_ = gx.local_steps(noisy, tx)(w, tx.init(w), keys)
-    np.testing.assert_allclose(grads, sum(map(jax.random.normal, keys)), rtol=1e-5)
 
 
 @pytest.mark.parametrize("donate", [True, False])
@@ -192,21 +185,27 @@ def test_the_gradient_is_the_only_copy():
     assert n <= memory.alias_size_in_bytes < 1.01 * n
 
 
-@pytest.mark.parametrize(
-    ("batches", "error", "message"),
-    [
-        ((), ValueError, "got no batches"),
-        (({"x": X}, Y[:3]), ValueError,
-         r"batches\[0\]\['x'\].: \(5, .*'batches\[1\]': \(3,"),
-        ((X, Y[:0]), ValueError, r"at least one: .*'batches\[1\]': \(0,"),
-        ((X, 1.0), ValueError, r"'batches\[1\]': \(\)"),
-    ],
-)  # fmt: skip
-def test_bad_batches_are_named(batches, error, message):
+ROWS = {"emb": gx.IndexedSlices([1], jnp.ones((1, 2)), (3, 2))}
+BAD = {
+    "none": ((), {}, ValueError, "got no batches"),
+    "another length": (
+        ({"x": X}, Y[:3]),
+        *({}, ValueError, r"batches\[0\]\['x'\].: \(5, .*'batches\[1\]': \(3,"),
+    ),
+    "empty": ((X, Y[:0]), {}, ValueError, r"at least one: .*'batches\[1\]': \(0,"),
+    "a number": ((X, 1.0), {}, ValueError, r"'batches\[1\]': \(\)"),
+    "a float": ((X, Y), {"num_steps": 2.0}, TypeError, "num_steps must be an integer"),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", BAD)
+def test_bad_batches_are_named(name):
+    batches, more, error, message = BAD[name]
     tx = gx.adagrad(0.1)
     steps = gx.local_steps(loss_fn, tx, trainable=LEARNING)
     with pytest.raises(error, match=message):
-        steps(start(), tx.init(start()), *batches)
+        steps(start(), tx.init(start()), *batches, **more)
 
 
 def test_other_bad_input():
@@ -215,10 +214,5 @@ def test_other_bad_input():
         gx.local_steps(loss_fn, None)
     with pytest.raises(ValueError, match="grads has no gradient for any leaf"):
         gx.local_steps(loss_fn, tx, trainable=False)(start(), tx.init(start()), X, Y)
-    with pytest.raises(TypeError, match="num_steps must be an integer"):
-        gx.local_steps(loss_fn, tx, trainable=LEARNING)(
-            start(), tx.init(start()), X, Y, num_steps=2.0
-        )
-    rows = {"emb": gx.IndexedSlices([1], jnp.ones((1, 2)), (3, 2))}
     with pytest.raises(TypeError, match=r"IndexedSlices of .* at \['emb'\]"):
-        gx.local_steps(loss_fn, tx)(rows, optax.EmptyState(), X, Y)
+        gx.local_steps(loss_fn, tx)(ROWS, optax.EmptyState(), X, Y)

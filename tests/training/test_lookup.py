@@ -5,18 +5,17 @@ import typing
 
 import chex
 import equinox as eqx
-import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import strategies as st
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.conftest import half, pairwise
+from tests.conftest import half
+from tests.training.losses import pairs
 
 HEIGHT = 6
 TABLE = np.random.default_rng(0).standard_normal((HEIGHT, 3)).astype(np.float32)
@@ -35,8 +34,14 @@ def draw(*shape, dtype="float32", seed=0):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
 
 
-@pytest.mark.parametrize("ids", [2, HEIGHT, [1, 6, 1], [[6, 5]], np.array([[0, 5]])])
-@pytest.mark.parametrize("dtype", [None, "int8", "uint32", "int32"])
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("ids", "dtype"),
+    pairs(
+        [2, HEIGHT, [1, 6, 1], [[6, 5]], np.array([[0, 5]])],
+        [None, "int8", "uint32", "int32"],
+    ),
+)
 def test_lookup_reads_rows_and_zeros_at_the_height(ids, dtype):
     given = ids if dtype is None else jnp.asarray(ids, dtype)
     rows = gx.lookup(jnp.asarray(TABLE), given)
@@ -132,10 +137,14 @@ def test_ids_on_the_axis_that_cuts_the_table(types, spec, batch, in_context):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "specs", "compiled", "in_context"),
-    pairwise(
-        TYPES,
-        [(P(), None), (P(), P("x")), (P("x", None), None), (P("x", None), P("x"))],
-    ),
+    [
+        ("explicit", (P("x", None), P("x")), True, True),
+        ("explicit", (P(), None), False, False),
+        ("automatic", (P("x", None), None), True, False),
+        ("automatic", (P(), P("x")), False, True),
+        ("both", (P("x", None), P("x")), True, False),
+        ("both", (P("x", None), None), False, True),
+    ],
     indirect=["in_context"],
     ids=str,
 )
@@ -180,24 +189,6 @@ def test_gradients_and_steps_on_a_mesh(types, specs, compiled, in_context):
     assert after["emb"].sharding.is_equivalent_to(on[0], 2) or (
         types != "explicit" and compiled
     )
-
-
-@pytest.mark.parametrize(
-    "read",
-    [
-        jax.jit(gx.lookup),
-        jax.vmap(gx.lookup, (None, 0)),
-        jax.checkpoint(gx.lookup),
-        lambda t, ids: jax.lax.scan(lambda _, i: (None, gx.lookup(t, i)), None, ids)[1],
-    ],
-    ids=["jit", "vmap", "checkpoint", "scan"],
-)
-def test_a_table_that_is_not_named_can_be_read_within_transformations(read):
-    value_and_grad = gx.value_and_grad(lambda t: jnp.sum(read(t, jnp.array(IDS)) ** 2))
-    value, grads = value_and_grad(jnp.asarray(TABLE))
-    counts = np.bincount(IDS, minlength=HEIGHT + 1)[:-1, None]
-    np.testing.assert_allclose(value, np.sum(counts * TABLE**2), rtol=1e-6)
-    np.testing.assert_allclose(grads, 2 * counts * TABLE, rtol=1e-6)
 
 
 def is_sparse(x):
@@ -271,8 +262,7 @@ def dense_gradients(loss):
     return jax.jit(jax.value_and_grad(loss))(PARAMS, IDS)
 
 
-@pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "how"), pairs(CASES, [jax.jit, lambda f: f]))
 def test_equals_the_dense_gradient(name, how):
     loss, rows = CASES[name]
     sparse = functools.partial(loss, gx.lookup)
@@ -355,42 +345,27 @@ def test_aux_and_keyword_arguments(how):
     assert how is jax.jit or (aux["name"], aux["n"]) == ("rows", 3)
 
 
-@functools.cache
-def jitted_pair():
-    """Sparse and dense gradients of one loss, one compilation a shape."""
-
-    def loss(read, table, ids, weights):
-        return jnp.sum(jnp.sin(read(table, ids)) * weights)
-
-    sparse = gx.value_and_grad(functools.partial(loss, gx.lookup), tables=[""])
-    return jax.jit(sparse), jax.jit(jax.grad(functools.partial(loss, one_hot_read)))
-
-
-# The height of a table, the shape of its rows, and the shape of the ids. Each value
-# comes beside several values of the others.
-SOME_SHAPES = [
-    (1, (), (7,)),
-    (1, (2, 3), ()),
-    (2, (2,), (0,)),
-    (3, (2, 3), (2, 3)),
-    (4, (), (2, 3)),
-    (4, (2,), (7,)),
-    (4, (2, 3), (7,)),
+# The height of a table, the shape of its rows, and ids.
+SHAPES = [
+    (1, (), [1, 0, 0]),
+    (1, (2, 3), 0),
+    (2, (2,), []),
+    (3, (2, 3), [[2, 0, 2], [3, 1, 2]]),
+    (4, (), [[4, 4], [3, 3]]),
 ]
 
 
-@pytest.mark.slow
-@hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(data=st.data())
-def test_any_ids_and_shapes(data):
-    height, row, shape = data.draw(st.sampled_from(SOME_SHAPES))
-    n = int(np.prod(shape))
-    ids = data.draw(st.lists(st.integers(0, height), min_size=n, max_size=n))
-    ids = jnp.array(ids, jnp.int32).reshape(shape)
-    table, weights = draw(height, *row), draw(*shape, *row, seed=1)
-    sparse, dense = jitted_pair()
-    _, grads = sparse(table, ids, weights)
-    expected = dense(table, ids, weights)
+@pytest.mark.parametrize(("height", "row", "ids"), SHAPES)
+def test_ids_and_rows_of_any_shape(height, row, ids):
+    ids = jnp.array(ids, jnp.int32)
+    table, weights = draw(height, *row), draw(*ids.shape, *row, seed=1)
+
+    def loss(read, table):
+        return jnp.sum(jnp.sin(read(table, ids)) * weights)
+
+    sparse = gx.value_and_grad(functools.partial(loss, gx.lookup), tables=[""])
+    _, grads = jax.jit(sparse)(table)
+    expected = jax.grad(functools.partial(loss, one_hot_read))(table)
     np.testing.assert_array_equal(grads.indices, ids.ravel())
     np.testing.assert_allclose(grads.densify(), expected, rtol=1e-6, atol=1e-6)
 
@@ -451,7 +426,7 @@ def test_two_leaves_of_one_path():
 
 
 ON_TWO = NamedSharding(jax.make_mesh((2,), ("x",), (AxisType.Auto,)), P("x"))
-# i are ids, n is one of them, and some of o lie outside.
+# i are ids, n is one of them, and some of o lie outside. A line is a program.
 WAYS = """
 t[i] | t[i, :] | t[-i] | t[n] | t[i[0]] | t[o] | t[np.array([2, 2])]
 t[i.astype("int8")] | jnp.take(t, i, axis=0) | jnp.take(t, o, axis=0, mode="clip")
@@ -486,34 +461,30 @@ jax.checkpoint(jax.lax.stop_gradient)(t)[i] | checkpoint_name(t, "t")[i]
 """
 
 
-@functools.cache
-def gradients(expression):
-    """Eager and compiled ones, and JAX's own, which are dense."""
-
+@pytest.mark.parametrize("line", WAYS.strip().splitlines(), ids=str)
+def test_layers_and_functions_that_read_rows(line):
     def loss(params, ids):
         names = {"t": params["emb"], "i": ids, "n": ids[1], "o": ids * 5 - 7}
         names["square"], names["x"] = ids[:4].reshape(2, 2), jnp.ones((6, 3))
+        read = [eval(x, globals() | names) for x in line.split(" | ")]
         return sum(
-            jnp.sum(jnp.sin(rows.astype("float32")) * params["w"])
-            for rows in jax.tree.leaves(eval(expression, globals() | names))
+            jnp.sum(jnp.sin(k + rows.astype("float32")) * params["w"])
+            for k, rows in enumerate(jax.tree.leaves(read))
         )
 
     args = EMB | {"emb": draw(6, 3) + 0.1}, jnp.array([4, 0, 4, 1, 3])
     sparse, dense = gx.value_and_grad(loss, tables=["emb"]), jax.value_and_grad(loss)
-    compiled, expected = jax.jit(lambda *args: (sparse(*args), dense(*args)))(*args)
-    return {"eager": lambda: sparse(*args), "jit": lambda: compiled}, expected
-
-
-@pytest.mark.parametrize("how", ["eager", "jit"])
-@pytest.mark.parametrize(
-    "expression", WAYS.strip().replace("\n", " | ").split(" | "), ids=str
-)
-def test_layers_and_functions_that_read_rows(expression, how):
-    found, (expected_value, expected) = gradients(expression)
-    value, grads = found[how]()
-    np.testing.assert_allclose(value, expected_value, rtol=1e-6)
-    assert is_sparse(grads["emb"])
-    chex.assert_trees_all_close(densify(grads), expected, rtol=1e-6, atol=1e-6)
+    both = jax.jit(lambda *args: (sparse(*args), dense(*args)))
+    compiled, (expected_value, expected) = both(*args)
+    # A part of a table, which has all of its rows, is read as the table is.
+    part = gx.TableRows(
+        [0, 1, 2, 3, 4, 5, 6], jnp.pad(args[0]["emb"], ((0, 1), (0, 0))), (6, 3)
+    )
+    of_part = sparse(args[0] | {"emb": part}, args[1])
+    for value, grads in (compiled, sparse(*args), of_part):
+        np.testing.assert_allclose(value, expected_value, rtol=1e-5)
+        assert is_sparse(grads["emb"])
+        chex.assert_trees_all_close(densify(grads), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_a_stopped_table_get_no_gradient():
@@ -529,8 +500,9 @@ def test_rows_of_a_stopped_table_get_no_gradient():
     np.testing.assert_allclose(grads["emb"].values, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("prevent_cse", [True, False])
-@pytest.mark.parametrize("saved", ["rows", "nothing"])
+@pytest.mark.parametrize(
+    ("saved", "prevent_cse"), pairs(["rows", "nothing"], [True, False])
+)
 def test_a_checkpoint_keeps_its_policy_and_the_names_of_its_tables(saved, prevent_cse):
     policy = jax.checkpoint_policies.save_only_these_names(saved)
 
@@ -664,7 +636,7 @@ def test_a_table_of_indices_is_told_from_one_that_is_compared(use, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [False, True], ids=["table", "part"])
+@pytest.mark.parametrize("part", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_a_fill_value_has_the_dtype_of_the_read(dtype, part):
     """JAX has a value for such rows: the one that is given, or its default."""

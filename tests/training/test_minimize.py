@@ -71,10 +71,9 @@ def test_aux_comes_last():
     assert aux == {"n": 20}
 
 
-@pytest.mark.parametrize("row_wise", [False, True])
 @pytest.mark.parametrize("tables", [(), ["emb"]])
-def test_equals_the_step_by_hand(tables, row_wise):
-    tx = chain(row_wise=row_wise)
+def test_equals_the_step_by_hand(tables):
+    tx = chain(row_wise=bool(tables))
     step = gx.minimize(model_loss, tx, trainable=learning(True), tables=tables)
     params, state = model(), tx.init(model())
     expected, expected_state = model(), tx.init(model())
@@ -395,24 +394,6 @@ def test_shard_map_over_the_batch(manual):
         out_specs=(P(), P()),
         axis_names=manual,
     )
-    check_training(jax.jit(step), TALL, chain().init(TALL))
-
-
-@pytest.mark.slow
-def test_gradients_of_parts_of_a_batch_lie_side_by_side():
-    def gradients(params, ids):
-        return gx.value_and_grad(tall_loss, tables=["emb"])(params, ids)[1]
-
-    gradients = jax.shard_map(
-        gradients,
-        mesh=mesh(AxisType.Auto),
-        in_specs=(P(), P("x")),
-        out_specs={"emb": P("x"), "w": P()},
-    )
-
-    def step(params, state, ids):
-        return gx.apply_gradients(chain(), gradients(params, ids), state, params)
-
     check_training(jax.jit(step), TALL, chain().init(TALL))
 
 

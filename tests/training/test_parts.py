@@ -116,42 +116,6 @@ def test_the_gradient_is_that_of_the_whole_table(tables, compiled):
     np.testing.assert_allclose(grads["w"], dense["w"], rtol=1e-6)
 
 
-READINGS = {
-    "take": lambda table, ids: jnp.take(table, ids, axis=0),
-    "clip": lambda table, ids: jnp.take(table, ids, axis=0, mode="clip"),
-    "index": lambda table, ids: table[ids],
-    "one": lambda table, ids: table[ids[0]],
-    "cast": lambda table, ids: jnp.take(table.astype("float16"), ids, axis=0),
-    "jit": lambda table, ids: jax.jit(lambda t: t[ids])(table),
-    "vmap": lambda table, ids: jax.vmap(lambda i: table[i])(ids),
-    "checkpoint": lambda table, ids: jax.checkpoint(lambda t: t[ids])(table),
-    "checkpointed table": lambda table, ids: jax.checkpoint(lambda t: t)(table)[ids],
-    "stopped": lambda table, ids: jax.lax.stop_gradient(table)[ids],
-}
-
-
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("way", READINGS)
-def test_layers_of_frameworks_read_parts_as_they_read_tables(way, compiled):
-    """Their reads come down to these, and none of the layers knows of parts."""
-    read = READINGS[way]
-
-    def loss(params, ids):
-        rows = read(params["table"], ids).astype("float32")
-        return jnp.sum(rows**2 @ params["w"])
-
-    value_and_grad = gx.value_and_grad(loss, tables=["table"])
-    if compiled:
-        value_and_grad = jax.jit(value_and_grad)
-    ids = jnp.array([7, 3, 9, 7])
-    value, grads = value_and_grad(model(part()), ids)
-    wanted, dense = jax.value_and_grad(loss)(model(jnp.asarray(TABLE)), ids)
-    assert value == wanted
-    got = grads["table"].densify()
-    np.testing.assert_allclose(got, dense["table"], rtol=1e-3 if way == "cast" else 0)
-    np.testing.assert_array_equal(grads["w"], dense["w"])
-
-
 ON_FOUR = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
 WHOLE = NamedSharding(ON_FOUR, P())
 
@@ -161,12 +125,16 @@ def get_whole(table, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("batch", [P(), P("d")])
 @pytest.mark.parametrize(
-    "read",
-    [gx.lookup, get_whole, jax.checkpoint(gx.lookup)],
-    ids=["lookup", "get", "checkpoint"],
+    ("read", "batch", "compiled", "in_context"),
+    [
+        (gx.lookup, P("d"), False, True),
+        (gx.lookup, P(), True, False),
+        (get_whole, P("d"), True, True),
+        (get_whole, P(), False, False),
+        (jax.checkpoint(gx.lookup), P("d"), True, False),
+    ],
+    indirect=["in_context"],
 )
 def test_a_part_on_explicit_mesh_axes(read, batch, compiled, in_context):
     mesh = ON_FOUR
@@ -216,16 +184,15 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    "read",
+    ("read", "compiled"),
     [
-        lambda t, ids: t[ids],
-        lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
-        lambda t, ids: t.at[ids].get(mode="promise_in_bounds"),
-        lambda t, ids: t[49],
-        lambda t, ids: t[-1:],
-        lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1),
+        (lambda t, ids: t[ids], True),
+        (lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"), False),
+        (lambda t, ids: t.at[ids].get(mode="promise_in_bounds"), True),
+        (lambda t, ids: t[49], False),
+        (lambda t, ids: t[-1:], True),
+        (lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1), False),
     ],
     ids=["index", "clip", "promise", "static", "slice", "dynamic"],
 )

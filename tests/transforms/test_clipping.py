@@ -67,8 +67,15 @@ def _clip(clip, grads, max_norm):
 
 
 @BOTH
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize(
+    ("dtype", "bad"),
+    [
+        ("float16", np.inf),
+        ("bfloat16", -np.inf),
+        ("float32", np.nan),
+        ("complex64", np.inf),
+    ],
+)
 def test_a_norm_that_is_not_finite_makes_everything_nan(clip, dtype, bad):
     grads = {"a": jnp.asarray([1.0, bad, 0.0], dtype), "b": jnp.ones(2)}
     updates = clipped(clip, 1.0, grads)
@@ -141,41 +148,33 @@ def test_derivatives_are_right(clip, max_norm):
     )  # fmt: skip
 
 
-@BOTH
-def test_the_derivative_at_zero_is_that_of_the_identity(clip):
-    jacobian = jax.jacobian(lambda g: clipped(clip, 1.0, g))
-    jacobian = jax.jit(jacobian)(np.zeros(2, np.float32))
-    assert jacobian.tolist() == [[1.0, 0.0], [0.0, 1.0]]
-
-
-def test_the_derivative_of_the_norm_at_zero_is_zero():
+def test_at_zero_the_norm_has_a_derivative_of_0_and_clips_that_of_the_identity():
     assert jax.grad(gx.global_norm)(jnp.zeros(3)).tolist() == [0.0] * 3
+    for clip in (gx.clip_by_global_norm, gx.clip_by_norm):
+        jacobian = jax.jacobian(lambda g, clip=clip: clipped(clip, 1.0, g))
+        jacobian = jax.jit(jacobian)(np.zeros(2, np.float32))
+        assert jacobian.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+    # Nothing has a norm of 0, and a limit of NaN shows.
+    assert gx.global_norm({}) == gx.global_norm({"a": None}) == 0.0
+    assert np.isnan(_clip(gx.clip_by_norm, jnp.ones(2), np.nan)).all()
 
 
-def test_the_norm_of_nothing_is_zero():
-    assert gx.global_norm({}) == 0.0
-    assert gx.global_norm({"a": None}) == 0.0
-
-
-@pytest.mark.parametrize("from_config", [False, True], ids=["direct", "from_config"])
 @pytest.mark.parametrize(
     ("name", "rest"),
     [("adagrad", {}), ("adagrad", {"row_wise": True}), ("ftrl", {}), ("novograd", {})],
-    ids=["adagrad", "row_wise", "ftrl", "novograd"],
 )
-def test_the_norm_before_an_optimizers_clip_is_in_its_state(name, rest, from_config):
+def test_the_norm_before_an_optimizers_clip_is_in_its_state(name, rest):
     rest = rest | {"learning_rate": 0.1, "global_clipnorm": 1.0}
-    config = {"name": name} | rest
-    tx = gx.from_config(config) if from_config else getattr(gx, name)(**rest)
-    tx = gx.drop_stale(tx, 0)
     params = {"w": jnp.zeros((2, 2)), "b": jnp.zeros(2)}
-    state = tx.init(params)
-    assert optax.tree.get(state, "global_norm") == 0
-    for step, factor in enumerate((1.0, 10.0)):
-        grads = {"w": jnp.full((2, 2), 4.0 * factor), "b": jnp.full(2, 3.0 * factor)}
-        params, state = gx.apply_gradients(tx, grads, state, params, local_step=step)
-        norm = factor * np.sqrt(4 * 16.0 + 2 * 9.0)
-        np.testing.assert_allclose(optax.tree.get(state, "global_norm"), norm, 1e-6)
+    for inner in (gx.from_config({"name": name} | rest), getattr(gx, name)(**rest)):
+        tx = gx.drop_stale(inner, 0)
+        p, state = params, tx.init(params)
+        assert optax.tree.get(state, "global_norm") == 0
+        for t, factor in enumerate((1.0, 10.0)):
+            grads = {"w": jnp.full((2, 2), 4 * factor), "b": jnp.full(2, 3 * factor)}
+            p, state = gx.apply_gradients(tx, grads, state, p, local_step=t)
+            norm = factor * np.sqrt(4 * 16.0 + 2 * 9.0)
+            np.testing.assert_allclose(optax.tree.get(state, "global_norm"), norm, 1e-6)
 
 
 @pytest.mark.every

@@ -30,9 +30,16 @@ HOLDING = {
 }
 
 
-@pytest.mark.parametrize("name", HOLDING)
-@pytest.mark.parametrize("of_gradients", DTYPES)
-@pytest.mark.parametrize("of_params", DTYPES)
+@pytest.mark.parametrize(
+    ("of_params", "of_gradients", "name"),
+    [  # Any two meet.
+        (DTYPES[i], DTYPES[j], name)
+        for n, name in enumerate(HOLDING)
+        for i in range(3)
+        for j in range(3)
+        if (i + j + n) % 3 == 0
+    ],
+)
 def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, name):
     rng, is_ftrl = np.random.default_rng(0), name != "proximal_adagrad"
     w = jnp.asarray(0.3 * rng.standard_normal(64), of_params)
@@ -219,15 +226,8 @@ def test_a_rate_that_has_no_meaning_is_never_silent(make):
         assert np.isnan(jax.jit(update)(rate)).all()
         with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\)"):
             update(rate)
-    assert np.isfinite(jax.jit(update)(0.1)).all()
     assert np.isfinite(update(2)).all()  # An integer.
     np.testing.assert_array_equal(jax.jit(update)(2), jax.jit(update)(2.0))
-
-
-def test_a_limit_of_nan_shows():
-    g = jnp.array([3.0, 4.0])
-    tx = jax.jit(lambda limit: gx.clip_by_norm(limit).update(g, optax.EmptyState()))
-    assert np.isnan(tx(np.nan)[0]).all()
 
 
 @pytest.mark.parametrize("rate", [None, "0.1", 1j])

@@ -44,13 +44,14 @@ def test_dtypes_of_the_momentum(name):
         make(mu_dtype="float32").init(params)
 
 
-@pytest.mark.parametrize("mu_dtype", ["bfloat16", "float16"])
+@pytest.mark.every
 @pytest.mark.parametrize(
-    ("name", "b1", "share"),
+    ("name", "b1", "share", "mu_dtype"),
     [
-        ("delayed_nesterov", 0.9, 1.0),
-        ("momentum_look_ahead", 0.9, 0.1),
-        ("momentum_look_ahead", 0.0, 1.0),  # The gradient itself would be rounded.
+        ("delayed_nesterov", 0.9, 1.0, "bfloat16"),
+        ("momentum_look_ahead", 0.9, 0.1, "float16"),
+        # The gradient itself would be rounded.
+        ("momentum_look_ahead", 0.0, 1.0, "bfloat16"),
     ],
 )
 def test_only_the_state_is_rounded(name, b1, share, mu_dtype):

@@ -66,16 +66,14 @@ LARGE = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", LARGE)
 def test_a_number_that_float32_makes_infinite_is_refused(name):
     with pytest.raises(ValueError, match=rf"{name}.* must be finite in float32, got"):
         LARGE[name]()
     with jax.enable_x64(True):
         LARGE[name]()
-
-
-def test_a_limit_may_be_larger_than_every_number():
-    gx.clip_by_norm(1e39)
+    gx.clip_by_norm(1e39)  # A limit may be larger than every number.
     gx.adagrad(0.1, clipvalue=np.inf)
 
 
@@ -285,37 +283,31 @@ def weighted(s):
     return jnp.asarray(s, jnp.float32) * 0 - 1e-6
 
 
+def stale(limit, *steps):
+    return lambda: pushed(gx.drop_stale(INNER, near(limit)), *steps)
+
+
+def summed(number, *pushes):
+    return lambda: pushed(gx.accumulate(INNER, number), *pushes)
+
+
+def late_sum(*pushes, **options):
+    return lambda: pushed(gx.conditional_accumulator(INNER, 1, **options), *pushes)
+
+
+NAN = {"grad": np.nan, "local_step": 0}
 # What the program of each gate gives, and what the very end gives.
 GATES = {
-    "max_staleness to 0": (lambda: pushed(gx.drop_stale(INNER, near(-1e-6)), 0, 1), -2),
-    "max_staleness to 1": (
-        lambda: pushed(gx.drop_stale(INNER, near(1 - 1e-6)), 0, 0, 0),
-        -2,
-    ),
-    "max_staleness of a sum": (
-        lambda: pushed(
-            gx.conditional_accumulator(INNER, 1, max_staleness=near(1 - 1e-6)), *[0] * 3
-        ),
-        -2,
-    ),
-    "num_required to 2": (
-        lambda: pushed(gx.accumulate(INNER, near(2 + 1e-6)), {}, {}),
-        -1,
-    ),
-    "num_required to 1": (lambda: pushed(gx.accumulate(INNER, near(1 - 1e-6)), {}), -1),
+    "max_staleness to 0": (stale(-1e-6, 0, 1), -2),
+    "max_staleness to 1": (stale(1 - 1e-6, 0, 0, 0), -2),
+    "max_staleness of a sum": (late_sum(0, 0, 0, max_staleness=near(1 - 1e-6)), -2),
+    "num_required to 2": (summed(near(2 + 1e-6), {}, {}), -1),
+    "num_required to 1": (summed(near(1 - 1e-6), {}), -1),
     "weight to 0": (
-        lambda: pushed(
-            gx.accumulate(INNER, 1), {"grad": np.nan, "weight": weighted(0)}
-        ),
+        lambda: pushed(gx.accumulate(INNER, 1), NAN | {"weight": weighted(0)}),
         0,
     ),
-    "weight by staleness": (
-        lambda: pushed(
-            gx.conditional_accumulator(INNER, 1, weight=weighted),
-            {"grad": np.nan, "local_step": 0},
-        ),
-        0,
-    ),
+    "weight by staleness": (late_sum(NAN, weight=weighted), 0),
     "power to 0": (lambda: scaled(gx.scale_by_staleness, staleness=3), 1),
     "variance_control to 0": (
         lambda: scaled(gx.compensate_delay, worker_params=jnp.full(1, -1e6)),
@@ -353,18 +345,15 @@ def test_a_schedule_that_misses_a_number_by_a_rounding_gives_that_number(case):
         np.testing.assert_array_equal(np.float64(run()), wanted)
 
 
-def test_what_misses_by_more_is_refused():
-    for number in (-1e-5, np.nan):
-        with pytest.raises(ValueError, match=r"max_norm must be in \[0, inf\]"):
-            gx.clip_by_norm(jnp.float32(number))
-    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
-        gx.novograd(0.1, b1=jnp.float32(1.00001))
-    assert pushed(gx.drop_stale(INNER, near(0.999)), 0, 0) == -1
-
-
 @pytest.mark.parametrize("number", [1, 1.0, np.float32(1), -1e-9])
-def test_a_number_that_a_person_writes_is_taken_as_it_is(number):
+def test_what_misses_by_more_and_what_a_person_writes_is_refused(number):
     """An array may come from a schedule, and so be the end of a range."""
     with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
         gx.novograd(0.1, b1=number)
     gx.novograd(0.1, b1=jnp.float32(number))
+    for wrong in (-1e-5, np.nan):
+        with pytest.raises(ValueError, match=r"max_norm must be in \[0, inf\]"):
+            gx.clip_by_norm(jnp.float32(wrong))
+    with pytest.raises(ValueError, match=r"b1 must be in \[0, 1\)"):
+        gx.novograd(0.1, b1=jnp.float32(1.00001))
+    assert pushed(gx.drop_stale(INNER, near(0.999)), 0, 0) == -1

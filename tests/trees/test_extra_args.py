@@ -10,6 +10,8 @@ import optax
 import pytest
 
 import gradxform as gx
+from tests.conftest import half
+from tests.late.test_accumulator import stepped
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 SGD = optax.sgd(0.5)
@@ -70,22 +72,11 @@ def by_optax(tx, name, delay=0):
     return trace
 
 
-def applied(around, tx, name):
-    tx = around(tx)
+def trained(around, how, tx, name):
+    tx, worker = around(tx), jnp.int32(0)
     params, state = PARAMS, tx.init(PARAMS)
     for grads, extra in pushes(name):
-        params, state = gx.apply_gradients(
-            tx, grads, state, params, **extra, worker=jnp.int32(0)
-        )
-        yield params
-
-
-def updated(around, tx, name):
-    tx = around(tx)
-    params, state = PARAMS, tx.init(PARAMS)
-    for grads, extra in pushes(name):
-        updates, state = tx.update(grads, state, params, **extra, worker=jnp.int32(0))
-        params = gx.apply_updates(params, updates)
+        params, state = stepped(tx, grads, state, params, how, **extra, worker=worker)
         yield params
 
 
@@ -151,29 +142,19 @@ AROUND = {
     "two gates": lambda tx: gx.accumulate(gx.drop_stale(tx, ANY), 1),
 }
 DIRECTLY = {
-    "apply_gradients": functools.partial(applied, lambda tx: tx),
+    "apply_gradients": functools.partial(trained, lambda tx: tx, "apply"),
     "minimize": minimized,
     "by layers": by_layers,
     "local_steps": local,
     "server": served,
 }
-HOWS = {
-    **DIRECTLY,
-    **{name: functools.partial(applied, around) for name, around in AROUND.items()},
-    **{
-        f"{name}.update": functools.partial(updated, around)
-        for name, around in AROUND.items()
-    },
+HOWS = DIRECTLY | {
+    f"{name}, {how}": functools.partial(trained, around, how)
+    for name, around in AROUND.items()
+    for how in ("apply", "update")
 }
 
-
-# What is like another one inside is not tried in every place.
-LIKE_ANOTHER = "reduce_on_plateau", "pair"
-CASES = [
-    (name, how)
-    for name in INSIDE
-    for how in (DIRECTLY if name in LIKE_ANOTHER else HOWS)
-]
+CASES = half([*INSIDE], [*HOWS])
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 
 
 def slices(indices, height=5, width=2, seed=0, dtype="float32"):
@@ -46,6 +47,15 @@ def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
     assert not np.any(summed.values[len(inside) :])
 
 
+def test_it_has_shape_and_dtype_of_the_dense_gradient_and_sums_in_float32():
+    grads = slices([1] * 4096).with_values(jnp.ones((4096, 2), jnp.bfloat16))
+    assert (grads.shape, grads.ndim, grads.dtype) == ((5, 2), 2, jnp.bfloat16)
+    assert "dense_shape=(5, 2)" in repr(grads)
+    for dense in (grads.densify(), grads.sum_duplicates().densify()):
+        assert dense.dtype == jnp.bfloat16
+        assert dense[1].tolist() == [4096.0, 4096.0]  # a bfloat16 sum stays at 256
+
+
 # Each length takes a compilation.
 @pytest.mark.slow
 @hypothesis.given(
@@ -60,14 +70,6 @@ def test_summed_and_dense_agree_to_the_bit(indices, seed):
     np.testing.assert_array_equal(grads.sum_duplicates().densify(), grads.densify())
 
 
-@pytest.mark.slow
-def test_half_precision_rows_are_summed_in_float32():
-    grads = slices([1] * 4096).with_values(jnp.ones((4096, 2), jnp.bfloat16))
-    for dense in (grads.densify(), grads.sum_duplicates().densify()):
-        assert dense.dtype == jnp.bfloat16
-        assert dense[1].tolist() == [4096.0, 4096.0]  # a bfloat16 sum stays at 256
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32", "int64"])
 def test_any_integer_makes_an_index(dtype):
     with jax.enable_x64(True):
@@ -77,6 +79,12 @@ def test_any_integer_makes_an_index(dtype):
             grads = make(indices, jnp.ones((3, 2), jnp.float32), (5, 2))
             assert grads.indices.dtype == jnp.int32
             assert grads.indices.tolist() == [4, 0, 5]
+    # Leaf by leaf, and back, rows keep their numbers.
+    for height in (0, 5, 2**31 - 1):
+        rows = sorted({0, height // 2, height})
+        g = gx.IndexedSlices(rows, np.zeros((len(rows), 2), np.float32), (height, 2))
+        for again in (jax.tree.map(lambda x: x, g), pickle.loads(pickle.dumps(g))):
+            assert again.indices.tolist() == rows
 
 
 @pytest.mark.parametrize(
@@ -115,12 +123,6 @@ def test_bad_input(arguments, error, message):
         gx.IndexedSlices(*arguments)
 
 
-def test_shape_and_dtype_are_those_of_the_dense_gradient():
-    grads = slices([1], dtype="bfloat16")
-    assert (grads.shape, grads.ndim, grads.dtype) == ((5, 2), 2, jnp.bfloat16)
-    assert "dense_shape=(5, 2)" in repr(grads)
-
-
 # What JAX does with a pytree.
 
 
@@ -139,9 +141,10 @@ def test_other_rows_do_not_count_as_summed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-@pytest.mark.parametrize("spec", [P(), P("x")], ids=str)
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    ("axis_type", "spec", "wrap"),
+    half([AxisType.Explicit, AxisType.Auto], [P(), P("x")], [lambda f: f, jax.jit]),
+)
 def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(axis_type,))
     indices, rows = np.array([0, 3, 5, 3]), np.arange(8, dtype=np.float32)
@@ -301,17 +304,18 @@ def over_two_numbers(f):
     return lambda g: jax.vmap(lambda _: f(g), axis_name="i")(ONES)
 
 
-@pytest.mark.parametrize("over", [over_two_devices, over_two_numbers])
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 @pytest.mark.parametrize(
-    "f",
-    [
-        functools.partial(jax.lax.psum, axis_name="i"),
-        functools.partial(jax.lax.pmean, axis_name="i"),
-        functools.partial(jax.lax.psum_scatter, axis_name="i", tiled=True),
-        functools.partial(jax.tree.map, functools.partial(jnp.multiply, 2)),
-    ],
-    ids=["psum", "pmean", "psum_scatter", "tree.map"],
+    ("f", "over", "wrap"),
+    half(
+        [
+            functools.partial(jax.lax.psum, axis_name="i"),
+            functools.partial(jax.lax.pmean, axis_name="i"),
+            functools.partial(jax.lax.psum_scatter, axis_name="i", tiled=True),
+            functools.partial(jax.tree.map, functools.partial(jnp.multiply, 2)),
+        ],
+        [over_two_devices, over_two_numbers],
+        [lambda f: f, jax.jit],
+    ),
 )
 def test_sums_over_devices_are_refused(over, wrap, f):
     # Two devices have the rows 1 and 2 of a table. The sums of their indices would be
@@ -394,8 +398,10 @@ STEPS = {
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", STEPS)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [(name, [lambda f: f, jax.jit][n % 2]) for n, name in enumerate(STEPS)],
+)
 def test_a_gradient_that_is_left_out_has_no_rows(name, wrap):
     """``where`` with zeros, leaf by leaf. The zero of an index is not row 0."""
     tx, extra = STEPS[name], {"local_step": 0} if name == "late" else {}
@@ -419,19 +425,6 @@ def test_a_gradient_that_is_left_out_has_no_rows(name, wrap):
         *expected, _ = step(*expected, True, slices(rows, seed=t))
     chex.assert_trees_all_close(both, expected, rtol=1e-6)
     assert jnp.any(both[0]["t"] != 1, axis=1).tolist() == [1, 0, 1, 0, 0]
-
-
-@pytest.mark.parametrize("height", [0, 5, 2**31 - 1])
-def test_rows_keep_their_numbers_as_leaves_and_back(height):
-    rows = sorted({0, height // 2, height})
-    values = np.zeros((len(rows), 2), np.float32)
-    g = gx.IndexedSlices(rows, values, (height, 2))
-    for again in (
-        jax.jit(lambda g: g)(g),
-        jax.tree.map(lambda x: x, g),
-        pickle.loads(pickle.dumps(jax.jit(lambda g: g)(g))),
-    ):
-        assert again.indices.tolist() == rows
 
 
 def by_key(params):
@@ -512,14 +505,3 @@ def test_a_stack_is_taken_one_by_one():
             use()
     dense = jax.vmap(lambda g: g.densify())(stack)
     np.testing.assert_array_equal(dense[0].sum(axis=1), [0, 3, 3, 0])
-
-
-def test_injected_hyperparameters_do_not_take_the_dtype_of_the_indices():
-    tx = optax.inject_hyperparams(gx.adagrad)(0.1)
-    grads, params = {"table": GRADS["table"]}, {"table": PARAMS["table"]}
-    updates, state = jax.jit(tx.update)(grads, tx.init(params), params)
-    plain, _ = gx.adagrad(0.1).update(grads, gx.adagrad(0.1).init(params), params)
-    assert state.hyperparams["learning_rate"].dtype == jnp.float32
-    updates, plain = updates["table"], plain["table"]
-    np.testing.assert_array_equal(updates.indices, plain.indices)
-    np.testing.assert_allclose(updates.densify(), plain.densify(), rtol=1e-6)

@@ -16,6 +16,7 @@ import pytest
 import gradxform as gx
 from benchmarks.models import size
 from gradxform._rows import boundary
+from tests.conftest import half
 
 SIZES = [1, 4095, 4096, 4097, 65_537, 1_000_003]
 DTYPES = ["float32", "bfloat16", "float16", "complex64", "float64"]
@@ -36,8 +37,7 @@ def spoiled(x, bad):
     return [x.at[place].set(bad) for place in (0, len(x) // 2, -1)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize(("n", "dtype"), half(SIZES, DTYPES))
 def test_one_entry_that_is_not_finite_is_found(n, dtype):
     with jax.enable_x64(dtype == "float64"):
         largest = jnp.full(n, jnp.finfo(dtype).max, dtype)

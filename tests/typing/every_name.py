@@ -1,7 +1,8 @@
-"""A user's program with every public name: type checkers find nothing in it.
+"""A user's program with every public name: type checkers find the mistakes at its end.
 
-Each result has the type that stands beside it, so none is an ``Any`` by accident. Trees
-of optax are ``Any``, as optax says: parameters, updates and states inside of a state.
+They find no others: ``python -m tests.typing`` compares. Each result has the type that
+stands beside it, so none is an ``Any`` by accident. Trees of optax are ``Any``, as
+optax says: parameters, updates and states inside of a state.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,10 @@ Wrapper = optax.GradientTransformationExtraArgs
 
 def loss_fn(params: Params, x: jax.Array) -> jax.Array:
     return jnp.mean((x @ params["w"]) ** 2)
+
+
+def with_aux(params: Params, x: jax.Array) -> tuple[jax.Array, int]:
+    return loss_fn(params, x), len(x)
 
 
 def start() -> Params:
@@ -142,7 +147,12 @@ def steps() -> None:
     change, held, losses = gx.local_steps(loss_fn, tx)(params, held, x[None])
     assert_type(change, Params)
     assert_type(losses, jax.Array)
-    print(state)
+    (loss, size), grads = gx.value_and_grad(with_aux, has_aux=True)(params, x)
+    print(size + 1)
+    params = gx.apply_updates(params, {"w": None})
+    step = gx.minimize(with_aux, tx, has_aux=True, donate=False)
+    params, held, loss, size = step(params, held, x)
+    print(state, loss.item(), grads["w"].sum(), step.lower(params, held, x).as_text())
 
 
 def tables() -> None:
@@ -155,6 +165,11 @@ def tables() -> None:
     assert_type(rows.values, jax.Array)
     assert_type(gx.lookup(table, ids), jax.Array)
     assert_type(gx.lookup(rows, ids), jax.Array)
+    params = {"rows": table}
+    _, sparse = gx.value_and_grad(lambda t: t["rows"][0].sum(), tables=["rows"])(params)
+    print(sparse["rows"].indices)
+    part, _ = gx.ParameterServer(params, gx.adagrad(0.1)).pull({"rows": ids})
+    assert_type(gx.lookup(part["rows"], 1), jax.Array)
 
 
 def server() -> None:
@@ -227,3 +242,12 @@ def main() -> None:
     tables()
     server()
     engines()
+
+
+def wrong(params: Params, state: optax.OptState) -> None:
+    """Checked, and not run."""
+    step = gx.minimize(loss_fn, gx.adagrad(0.1))
+    loss = loss_fn(params, jnp.ones((4, 3)))
+    loss, params = step(params, state, jnp.ones((4, 3)))[:2]  # a mistake
+    pulled, _ = gx.ParameterServer(params, gx.adagrad(0.1)).pull()
+    print(loss, pulled.w)  # a mistake
