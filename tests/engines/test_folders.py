@@ -914,33 +914,37 @@ def test_after_a_snapshot_without_memory_the_next_one_is_not_at_once(caplog):
 # Files of others.
 
 
-def test_a_folder_with_a_year_in_it_is_refused(tmp_path):
-    (tmp_path / "2024").mkdir()
-    (tmp_path / "2024" / "january.csv").write_text("1,2,3")
-    before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/2024 is no checkpoint of a run"):
-        save(tmp_path)
-    assert files_in(tmp_path) == before
-    (tmp_path / "2024").rename(tmp_path / "year")
-    save(tmp_path)
-    (tmp_path / "15").write_text("a file")
-    with pytest.raises(ValueError, match="15 is no checkpoint of a run"):
-        save(tmp_path)
-    (tmp_path / "15").unlink()
-    assert files_in(tmp_path / "year") == {"january.csv": b"1,2,3"}
-    assert save(tmp_path)[2].resumed == 20
+def a_year(directory):
+    (directory / "2024").mkdir()
+    (directory / "2024" / "january.csv").write_text("1,2,3")
+    return "2024 is no checkpoint of a run"
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_checkpoints_of_another_program_are_refused(named, tmp_path):
-    with ocp.CheckpointManager(tmp_path) as manager:
+def a_file(directory):
+    save(directory)
+    (directory / "15").write_text("a file")
+    return "15 is no checkpoint of a run"
+
+
+def of_orbax(directory, named=False):
+    with ocp.CheckpointManager(directory) as manager:
         args = ocp.args.StandardSave({"w": np.arange(3.0)})
         manager.save(7, args=ocp.args.Composite(state=args) if named else args)
         manager.wait_until_finished()
+    return "7 is no"
+
+
+@pytest.mark.parametrize(
+    "foreign", [a_year, a_file, of_orbax, functools.partial(of_orbax, named=True)]
+)
+def test_a_folder_with_something_of_another_program_is_refused(foreign, tmp_path):
+    says = foreign(tmp_path)
     before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/7 is no"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/{says}"):
         save(tmp_path)
     assert files_in(tmp_path) == before
+    (tmp_path / says.split()[0]).rename(tmp_path / "kept")
+    assert save(tmp_path)[2].resumed == (20 if foreign is a_file else None)
 
 
 # A full disk.
