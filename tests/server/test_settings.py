@@ -77,7 +77,8 @@ def use(pushes, start):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("setting", "main"), zip(SETTINGS.values(), (True, True, False, False), strict=True)
+    ("setting", "main"),
+    [*zip(SETTINGS.values(), (True, True, False, False), strict=True)],
 )
 def test_a_server_works(setting, main):
     pushes, start = gradients(), params()
@@ -96,11 +97,13 @@ def test_a_server_works(setting, main):
 
 @pytest.mark.parametrize(
     ("setting", "engine"),
-    zip(
-        SETTINGS.values(),
-        (engines.threads, engines.simulated, engines.simulated, engines.threads),
-        strict=True,
-    ),
+    [
+        *zip(
+            SETTINGS.values(),
+            (engines.threads, engines.simulated, engines.simulated, engines.threads),
+            strict=True,
+        )
+    ],
 )
 def test_an_engine_works(setting, engine):
     gradient = jax.jit(jax.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2)))
