@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import os
 import signal
@@ -204,87 +205,8 @@ def test_processes_train_as_one_does(gate, count, standard_promotion):
     assert shapes == [[(DIM, columns), (items, DIM), (WIDE,), (users, DIM)]] * count
 
 
-@marked
-def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
-    ray = pytest.importorskip("ray")
-
-    def make():
-        return gx.drop_stale(optax.chain(gx.compensate_delay(0.5), optax.sgd(0.1)), 3)
-
-    alone = gx.ParameterServer(make_params(), make(), require_finite=True)
-    ones = jax.tree.map(np.ones_like, make_params())
-
-    def push(server, grads, step, **extra):
-        return server.push(grads, step, worker_params=make_params(), **extra)
-
-    def refused(server, error, says, grads, step, **extra):
-        with pytest.raises(error, match=says):
-            push(server, grads, step, **extra)
-
-    job = idle(make(), require_finite=True)
-    options = {"server_processes": 2, "server_shardings": cut_tables}
-    with engines.ray(job, **options) as run:
-        for server in (alone, run.server):
-            _, step = server.pull()
-            first = push(server, ones, step, push_id=(7, 0))
-            assert push(server, ones, step, push_id=(7, 0)) == first
-            bad = {**ones, "item": ones["item"].copy()}
-            bad["item"][-1, 0] = np.nan  # This row lies in the last process.
-            refused(server, ValueError, r"NaN or inf at \['item'\]", bad, step)
-            tall = {**ones, "item": np.ones((ROWS + 1, DIM), np.float32)}
-            refused(server, TypeError, "item", tall, step)
-            counts = {**ones, "out": np.ones(WIDE, np.int32)}
-            refused(server, TypeError, "out", counts, step)
-            refused(server, ValueError, "local_step must be in", ones, 99)
-            refused(server, ValueError, "comes after", ones, step, push_id=(7, -1))
-            with pytest.raises(ValueError, match="rows must name tables"):
-                server.pull({"no table": [1]})
-            with pytest.raises(ValueError, match=r"must be in \[0, 300\]"):
-                server.pull({"item": [ROWS + 1]})
-            with pytest.raises(TypeError, match="worker_params"):
-                server.push(ones, step)
-            # Repeated ids and padding; and most leaves have no gradient.
-            params, _ = server.pull({"item": [299, 150, 0, 299, ROWS]})
-            assert params["item"].indices.tolist() == [0, 150, 299, ROWS, ROWS]
-            push(server, {**dict.fromkeys(ones), "out": ones["out"]}, step)
-        close(run.server.state(), alone.state())
-        rows, _ = run.server.pull({"item": [299, 150, 0], "user": []})
-        expected, _ = alone.pull({"item": [299, 150, 0], "user": []})
-        close(rows["item"].values, expected["item"].values)
-        # The columns of this one lie in several processes.
-        columns = [s.pull({"hidden": [3, 1]})[0]["hidden"] for s in (run.server, alone)]
-        close(*(x.values for x in columns))
-        assert rows["user"].values.shape == (0, DIM)
-        # In another dtype, whole and by the row.
-        for asked in ({}, {"item": [299, 150, 0], "hidden": [1]}):
-            halves, _ = run.server.pull(asked, jnp.bfloat16)
-            expected, _ = alone.pull(asked, jnp.bfloat16)
-            for pair in zip(halves.values(), expected.values(), strict=True):
-                x, y = (getattr(leaf, "values", leaf) for leaf in pair)
-                assert x.dtype == y.dtype == jnp.bfloat16
-                np.testing.assert_allclose(
-                    x.astype(np.float32), y.astype(np.float32), rtol=2**-7
-                )
-        assert run.server.stats()[:3] == alone.stats()[:3]
-        actor = run.server.actor
-        assert ray.get(actor.wait.remote(1)) == 2
-        with pytest.raises(TimeoutError):
-            ray.get(actor.wait.remote(2, timeout=0.0))
-        # The processes keep nothing that they prepared for a refused push.
-        kept = [
-            ray.get(each.__ray_call__.remote(lambda follower: len(follower._prepared)))
-            for each in run.server.processes._actors[1:]
-        ]
-        assert kept == [0]
-        # All are on one machine, so they listen where no other machine reaches them.
-        at = ray.get(
-            run.server.actor.__ray_call__.remote(lambda leader: leader._coordinator)
-        )
-        assert at.startswith("127.0.0.1:")
-
-
 def odd_pushes():
-    """Pushes that no server takes, each with its extra arguments, by what is odd."""
+    """Pushes that no server takes, each with other arguments, by what is odd."""
     ones = jax.tree.map(np.ones_like, make_params())
     cut, deleted = "item", jnp.ones(WIDE)
     deleted.delete()
@@ -303,27 +225,75 @@ def odd_pushes():
     yield "structure", {cut: ones[cut]}, {}
     yield "dtype", ones | {cut: ones[cut].astype(np.float16)}, {}
     yield "worker", ones, {"worker": 2}
+    yield "worker", ones, {"worker": None}
     yield "push_id", ones, {"push_id": 3}
+    yield "push_id", ones, {"push_id": (7, -1)}
+    yield "step", ones, {"local_step": 99}
+    nan = ones[cut].copy()
+    nan[-1, 0] = np.nan  # This row lies in the last process.
+    yield "nan", ones | {cut: nan}, {}
+    yield "tall", ones | {cut: np.ones((ROWS + 1, DIM), np.float32)}, {}
 
 
 @marked
-def test_odd_pushes_get_the_same_answers_from_two_processes():
-    """That of a server in this process is the right one."""
+def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
+    """The answers of a server in this process are the right ones."""
     ray = pytest.importorskip("ray")
-    tx = gx.worker_mean(optax.sgd(0.1), 2, method="latest")
+    tx = gx.drop_stale(gx.worker_mean(optax.sgd(0.1), 2, method="latest"), 9)
     alone = gx.ParameterServer(make_params(), tx, require_finite=True)
+    ones = jax.tree.map(np.ones_like, make_params())
+
+    def push(server, grads, **other):
+        return server.push(grads, **{"local_step": 0, "worker": 0, **other})
+
     options = {"server_processes": 2, "server_shardings": cut_tables}
     with engines.ray(idle(tx, require_finite=True), **options) as run:
-        for kind, grads, extra in odd_pushes():
+        both = alone, run.server
+        for server in both:
+            first = push(server, ones, push_id=(7, 0))
+            assert push(server, ones, push_id=(7, 0)) == first
+            # Repeated ids and padding; and most leaves have no gradient.
+            params, _ = server.pull({"item": [299, 150, 0, 299, ROWS]})
+            assert params["item"].indices.tolist() == [0, 150, 299, ROWS, ROWS]
+            push(server, {**dict.fromkeys(ones), "out": ones["out"]}, worker=1)
+            for rows, match in (
+                ({"no table": [1]}, "rows must name tables"),
+                ({"item": [ROWS + 1]}, r"must be in \[0, 300\]"),
+            ):
+                with pytest.raises(ValueError, match=match):
+                    server.pull(rows)
+        for kind, grads, other in odd_pushes():
             with pytest.raises((TypeError, ValueError, RuntimeError)) as expected:
-                alone.push(grads, 0, **{"worker": 0, **extra})
+                push(alone, grads, **other)
             with pytest.raises(type(expected.value)) as raised:
-                run.server.push(grads, 0, **{"worker": 0, **extra})
+                push(run.server, grads, **other)
             assert str(expected.value) in str(raised.value), kind
             if not isinstance(raised.value, ray.exceptions.RayTaskError):
                 assert str(expected.value) == str(raised.value), kind
         assert run.server.stats() == alone.stats()
-        assert alone.stats()[:2] == (0, 0)
+        assert alone.stats()[:2] == (2, 0)
+        close(run.server.state(), alone.state())
+        # Whole and by the row, in another dtype too. The columns of "hidden" lie in
+        # several processes.
+        some = {"item": [299, 150, 0], "user": [], "hidden": [3, 1]}
+        for asked, dtype in itertools.product((None, some), (None, jnp.bfloat16)):
+            got, expected = (server.pull(asked, dtype)[0] for server in both)
+            for pair in zip(got.values(), expected.values(), strict=True):
+                x, y = (getattr(leaf, "values", leaf) for leaf in pair)
+                assert (x.shape, x.dtype) == (y.shape, y.dtype)
+                x, y = np.float32(x), np.float32(y)
+                np.testing.assert_allclose(x, y, rtol=2**-7 if dtype else 1e-6)
+        actor = run.server.actor
+        assert ray.get(actor.wait.remote(1)) == 2
+        with pytest.raises(TimeoutError):
+            ray.get(actor.wait.remote(2, timeout=0.0))
+        # The processes keep nothing that they prepared for a refused push.
+        leader, follower = run.server.processes._actors
+        kept = follower.__ray_call__.remote(lambda follower: len(follower._prepared))
+        assert ray.get(kept) == 0
+        # All are on one machine, so they listen where no other machine reaches them.
+        at = leader.__ray_call__.remote(lambda leader: leader._coordinator)
+        assert ray.get(at).startswith("127.0.0.1:")
 
 
 @marked
