@@ -652,7 +652,6 @@ def raises(progress):
 NO_BOOL = r"^pace must return True or False, got a"
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("after", [0, 7])
 @pytest.mark.parametrize(
     ("rule", "error", "match"),
