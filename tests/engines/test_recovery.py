@@ -449,38 +449,29 @@ def test_sigterm_ends_all_runs_the_inner_first(
         assert run.counts().pushed >= 2
 
 
-def test_a_program_that_survives_the_end_of_the_inner_run_loses_the_outer(
-    engine, tmp_path, events
+@pytest.mark.parametrize("inner_is_over", [True, False])
+def test_the_signal_of_an_inner_run_reaches_the_outer(
+    engine, inner_is_over, tmp_path, events
 ):
+    """Also if the program survives the end of the inner one, or that one is over."""
+
     def go():
         with engine(training(1000), checkpoint=tmp_path / "outer") as outer:
             next(outer.pushes)
+            mine = signal.getsignal(signal.SIGTERM)
+            job = training(9 if inner_is_over else 1000)
             with (
                 contextlib.suppress(SystemExit),
-                engine(training(1000), checkpoint=tmp_path / "inner") as inner,
+                engine(job, checkpoint=tmp_path / "inner") as inner,
             ):
-                terminate_at(inner, 5)
-            list(outer.pushes)
+                assert signal.getsignal(signal.SIGTERM) is not mine
+                terminate_at(inner, 20 if inner_is_over else 5)
+            assert signal.getsignal(signal.SIGTERM) is mine
+            terminate_at(outer, 5 if inner_is_over else 10**6)
             pytest.fail("it goes on")
 
     ends(go)
-    assert events() == ["inner", "outer"]
-
-
-def test_an_inner_run_that_is_over_leaves_the_signal_to_the_outer(
-    engine, tmp_path, events
-):
-    def go():
-        with engine(training(1000), checkpoint=tmp_path / "outer") as outer:
-            mine = signal.getsignal(signal.SIGTERM)
-            with engine(training(9), checkpoint=tmp_path / "inner") as inner:
-                assert signal.getsignal(signal.SIGTERM) is not mine
-                assert len(list(inner.pushes)) == 9
-            assert signal.getsignal(signal.SIGTERM) is mine
-            terminate_at(outer, 5)
-
-    ends(go)
-    assert events() == ["outer"]
+    assert events() == ["inner"] * (not inner_is_over) + ["outer"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
