@@ -579,19 +579,26 @@ def test_help_explains_every_option(monkeypatch):
     done = call("--help")
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert (done.returncode, done.stderr) == (0, "")
-    options, words = done.stdout.split("options:")[1], r"\s+\w+ \w+"
-    assert re.search(r"--optimizer \{novograd,adagrad\}" + words, options)
-    assert re.search(r"--mode \{async,backup,sync\}" + words, options)
-    assert re.search(r"--engine \{threads,ray,simulated\}" + words, options)
-    integers = "workers", "backups", "max-staleness", "steps", "seed"
-    integers += ("server-processes",)
-    for option in integers:
-        assert re.search(rf"--{option} N{words}", options)
-    for option in ("work", "straggler", "checkpoint-every", "connect-timeout"):
-        assert re.search(rf"--{option} X{words}", options)
-    files = ("checkpoint DIR", "logdir DIR", "plot FILE")
-    for option in (*files, "address ADDRESS"):
-        assert re.search(f"--{option}{words}", options)
+    options = done.stdout.split("options:")[1]
+    for kind, names in {
+        r"\{novograd,adagrad\}": ["optimizer"],
+        r"\{async,backup,sync\}": ["mode"],
+        r"\{threads,ray,simulated\}": ["engine"],
+        "N": [
+            "workers",
+            "backups",
+            "max-staleness",
+            "steps",
+            "seed",
+            "server-processes",
+        ],
+        "X": ["work", "straggler", "checkpoint-every", "connect-timeout"],
+        "DIR": ["checkpoint", "logdir"],
+        "FILE": ["plot"],
+        "ADDRESS": ["address"],
+    }.items():
+        for name in names:
+            assert re.search(rf"--{name} {kind}\s+\w+ \w+", options)
     assert options.count("(default:") == 14
     assert "exit code 143" in " ".join(done.stdout.split())
 

@@ -361,12 +361,7 @@ def test_trees_are_taken_as_they_are():
     labels = {"name": "0", "class_name": {"config": "name", "use_ema": "nan"}}
     config = {
         "name": "optax.partition",
-        "transforms": {
-            "0": sgd,
-            "name": {"name": "densify"},
-            "nan": sgd,
-            "mask": sgd,
-        },
+        "transforms": {"0": sgd, "name": {"name": "densify"}, "nan": sgd, "mask": sgd},
         "param_labels": labels,
     }
     tx = gx.from_config(through_json(config))

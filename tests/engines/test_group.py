@@ -180,10 +180,7 @@ def marked(test):
 
 
 @marked
-@pytest.mark.parametrize(
-    ("gate", "count"),
-    [("drop_stale", 2), ("accumulator", 3)],
-)
+@pytest.mark.parametrize(("gate", "count"), [("drop_stale", 2), ("accumulator", 3)])
 def test_processes_train_as_one_does(gate, count, standard_promotion):
     alone = gx.ParameterServer(make_params(), GATES[gate]())
     expected = train(alone, 40)

@@ -322,31 +322,29 @@ class Interrupted:
                 pass
 
 
-def push_interrupted(count, params, **options):
-    """Pushes until ``count`` of them have been interrupted; each acts exactly once."""
-    server = gx.ParameterServer(params, gx.drop_stale(optax.adagrad(0.1), 2), **options)
-    grads = jax.tree.map(jnp.ones_like, params)
-    server.push(grads, 0)
+@BOTH
+def test_an_interrupted_push_acts_exactly_once(donate):
+    tx = gx.drop_stale(optax.adagrad(0.1), 2)
+    server = gx.ParameterServer(ONES, tx, donate=donate)
+    server.push(ONES, 0)
     interrupted, pushes = Interrupted(), 1
     with interrupts(interrupted.handle, longest=2e-3):
-        while interrupted.count < count:
-            push = functools.partial(server.push, grads, pushes, push_id=("me", pushes))
+        while interrupted.count < 50:
+            push = functools.partial(server.push, ONES, pushes, push_id=("me", pushes))
             result = interrupted.until_done(push)
             pushes += 1
             assert result[:3] == (True, 0, pushes)
     state, stats = server.state()["state"], server.stats()
     assert pushes == int(state.global_step) == stats.global_step == stats.accepted
     assert (int(state.stale_count), stats.lost) == (0, None)
-    return pushes
 
 
-def save_from_a_handler(count, params, **options):
-    """Pushes while a handler asks the server for everything that it can give."""
-    server = gx.ParameterServer(
-        params, gx.drop_stale(optax.adagrad(0.1), 10**6), **options
-    )
-    grads = jax.tree.map(jnp.ones_like, params)
-    server.push(grads, 0)
+@BOTH
+def test_a_signal_handler_may_ask_at_any_moment(donate):
+    """It asks the server for everything that it can give."""
+    tx = gx.drop_stale(optax.adagrad(0.1), 10**6)
+    server = gx.ParameterServer(ONES, tx, donate=donate)
+    server.push(ONES, 0)
     asked = []
 
     def handle():
@@ -355,28 +353,17 @@ def save_from_a_handler(count, params, **options):
         # The interrupted push may come to its end meanwhile.
         assert int(state["state"].global_step) <= stats.global_step <= seen
         chex.assert_tree_all_finite((state, pulled))
-        assert server.push(grads, seen).applied
+        assert server.push(ONES, seen).applied
         asked.append(seen)
 
     pushes = 1
     with interrupts(handle, longest=5e-3):
-        while len(asked) < count:
+        while len(asked) < 30:
             _, seen = server.pull()
-            assert server.push(grads, seen).applied
+            assert server.push(ONES, seen).applied
             pushes += 1
     assert server.stats().accepted == pushes + len(asked)
     assert int(server.state()["state"].global_step) == pushes + len(asked)
-    return pushes
-
-
-@BOTH
-def test_an_interrupted_push_acts_exactly_once(donate):
-    push_interrupted(50, ONES, donate=donate)
-
-
-@BOTH
-def test_a_signal_handler_may_ask_at_any_moment(donate):
-    save_from_a_handler(30, ONES, donate=donate)
 
 
 # All at once.

@@ -27,11 +27,7 @@ def test_every_push_of_a_chaos_run_is_counted(processes, workers, pushes, goal, 
     chaos += ["--workers", f"{workers}", "--server-processes", f"{processes}"]
     chaos += more.split()
     done = subprocess.run(
-        chaos,
-        capture_output=True,
-        env=os.environ | OF_RAY,
-        text=True,
-        check=False,
+        chaos, capture_output=True, env=os.environ | OF_RAY, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     counts = {
