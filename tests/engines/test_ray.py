@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import jax
@@ -152,35 +151,6 @@ def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog
 # Deaths.
 
 
-def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path, caplog):
-    # Each step needs both workers. Without a required number, the chaos kills it.
-    job = make_job(2, 120, required=2)
-    checkpoint = engines.Checkpoint(tmp_path, every_steps=10, max_to_keep=None)
-    caplog.set_level(logging.WARNING, "gradxform")
-    # Ray itself does neither: it would repeat a push, and count no death.
-    again = {"max_restarts": -1, "max_task_retries": -1}
-    options = {"server_options": again, "worker_options": again}
-    with engines.ray(job, checkpoint=checkpoint, **options) as run:
-        pushes = []
-        for push in run.pushes:
-            pushes.append(push)
-            # Twice: in each of its first two incarnations, after its next checkpoint.
-            if len(pushes) in (45, 80):
-                wait_until(lambda: steps_in(tmp_path))
-                kill(run.server.actor)
-        assert_counted(run, pushes, job)
-        assert run.counts().server_deaths == 2
-        assert int(run.server.state()["params"]) == -run.server.stats().global_step
-    began = first_steps(pushes)
-    assert began[0] == 0 < began[1] <= began[2]
-    assert all(step % 10 == 0 for step in began)
-    said = [m for m in caplog.messages if "the server died and goes on" in m]
-    assert len(said) == 2
-    assert f"from step {began[1]};" in said[0]
-    # No step took one worker's gradient twice and another's never.
-    assert run.counts().dropped == 0
-
-
 def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp_path):
     """No worker is busy when it dies, so none notices; a call of the user does."""
     job = make_job(1, 20)
@@ -261,37 +231,6 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
         with pytest.raises(ray.exceptions.RayActorError) as raised:
             list(run.pushes)
         assert "give it a checkpoint" in raised.value.__notes__[0]
-
-
-def test_a_process_that_hangs_is_killed_and_taken_for_dead(tmp_path):
-    """Each step needs its gradient. All others wait; another process computes it.
-
-    Without a required number, the chaos kills workers, with a rule and without one.
-    """
-    mark = tmp_path / "hangs"
-
-    def hangs(params, index, number):
-        if (index, number) == (0, 2) and not mark.exists():
-            mark.touch()
-            time.sleep(600)
-        return 0.0, jnp.ones_like(params)
-
-    def hanging(index):
-        return worker(hangs, lambda number: (index, np.int32(number)))
-
-    def kill():
-        wait_until(mark.exists)
-        ray.kill(run.workers[0])
-
-    job = make_job([hanging(index) for index in range(3)], 30, required=3)
-    with engines.ray(job) as run:
-        killer = threading.Thread(target=kill)
-        killer.start()
-        pushes = [(push.worker, push.number) for push in run.pushes]
-        killer.join()
-        counts = run.counts()
-    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
-    assert counts.worker_deaths == 1
 
 
 # The end.
