@@ -560,19 +560,30 @@ SETTINGS = {
 runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
+def rates(configs, steps):
+    """What each schedule gives at each step: one program for all of them."""
+
+    @jax.jit
+    def at(step):
+        state = optax.ScaleByScheduleState(step)
+        return {k: -tx.update(jnp.ones(()), state)[0] for k, tx in txs.items()}
+
+    txs = {
+        k: gx.from_config({"name": "scale_by_learning_rate", "learning_rate": config})
+        for k, config in configs.items()
+    }
+    found = [at(jnp.int32(step)) for step in steps]
+    return {k: jnp.stack([each[k] for each in found]) for k in txs}
+
+
 @runs_keras
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedule_is_that_of_keras(schedule):
-    serialized = through_json(S.serialize(schedule))
-    config = {"name": "scale_by_learning_rate", "learning_rate": serialized}
-    tx = gx.from_config(config)
-    state, ones = tx.init(PARAMS), jnp.ones(())
-    update = jax.jit(tx.update)
-    for step in range(30):
-        updates, state = update(ones, state)
-        expected = np.asarray(schedule(jnp.int32(step)))
-        np.testing.assert_allclose(-updates, expected, rtol=2e-6, atol=1e-8)
+def test_schedules_are_those_of_keras():
+    steps = [*range(13), 20, 29]
+    configs = {k: through_json(S.serialize(each)) for k, each in SCHEDULES.items()}
+    for name, got in rates(configs, steps).items():
+        expected = [np.asarray(SCHEDULES[name](jnp.int32(step))) for step in steps]
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-8, err_msg=name)
 
 
 def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
@@ -583,25 +594,22 @@ def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
     return (1 - alpha) * height * (1 + np.cos(np.pi * step / length)) / 2 + alpha
 
 
-# As in Keras's own tests: the defaults, in float64, and each argument on its own.
+@pytest.mark.every
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"alpha": 0.1}, {"m_mul": 0.9}, {"t_mul": 1.0}, {"t_mul": 1.1}]
-)
-def test_cosine_restarts_are_those_of_their_paper(options, x64):
-    config = {"name": "cosine_decay_restarts", "first_decay_steps": 1000, **options}
-    config = {**config, "init_value": 1.0}
-    tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": config})
+def test_cosine_restarts_are_those_of_their_paper(x64):
+    # As in Keras's own tests: the defaults, in float64, and each argument on its own.
+    options = [{}, {"alpha": 0.1}, {"m_mul": 0.9}, {"t_mul": 1.0}, {"t_mul": 1.1}]
+    common = {"name": "cosine_decay_restarts", "first_decay_steps": 1000}
+    common["init_value"] = 1.0
     # Among them are each restart, the step before it and the step after it.
     steps = [*range(0, 1500, 250), 2099, 2100, 2101, 2999, 3000, 3001, 6999, 7000, 7001]
-    expected = [sgdr(step, 1000, **options) for step in steps]
-    with jax.enable_x64(x64):
-        states = [optax.ScaleByScheduleState(jnp.int32(step)) for step in steps]
-        update = jax.jit(tx.update)
-        updates = [update(jnp.ones(()), state)[0] for state in states]
-        assert updates[0].dtype == (jnp.float64 if x64 else jnp.float32)
     rtol = 1e-12 if x64 else 3e-6
-    np.testing.assert_allclose(-np.array(updates), expected, rtol=rtol, atol=rtol)
+    with jax.enable_x64(x64):
+        configs = {number: common | each for number, each in enumerate(options)}
+        for number, got in rates(configs, steps).items():
+            assert got.dtype == (jnp.float64 if x64 else jnp.float32)
+            expected = [sgdr(step, 1000, **options[number]) for step in steps]
+            np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol)
 
 
 OURS = {
@@ -921,6 +929,8 @@ def test_keys_of_keras_that_change_no_number():
     plain = gx.get_config(gx.from_config(KERAS3))
     changed = {"ema_momentum": 0.5, "ema_overwrite_frequency": 3, "jit_compile": True}
     assert gx.get_config(gx.from_config({**KERAS3, **changed})) == plain
+    for none in ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay"):
+        assert gx.get_config(gx.from_config({**KERAS3, none: 0.0})) == plain
     envelope = {"module": "keras.optimizers", "registered_name": None}
     build = {"build_config": {}}
     again = serialized(KERAS3, **envelope, **build)
