@@ -573,19 +573,10 @@ ODD = {
     "long string": ("x" * 1000, "x... at {}, which is no array"),
     "bytes": (b"x", "b'x' at {}, which is no array"),
     "object": (Described(), "Described object at 0x"),
-    "description": (
-        jax.ShapeDtypeStruct((3,), jnp.float32),
-        "float32) at {}, which is",
-    ),
+    "description": (jax.eval_shape(lambda: B), "float32) at {}, which is"),
     "big-endian": (B.astype(">f4"), "a ndarray of dtype >f4 at {}, which JAX does not"),
-    "masked": (
-        np.ma.masked_array(B, B > 0),
-        "a MaskedArray of dtype float32 at {}, wh",
-    ),
-    "objects": (
-        np.full(3, None),
-        "a ndarray of dtype object at {}, which JAX does not",
-    ),
+    "masked": (np.ma.masked_array(B, B > 0), "a MaskedArray of dtype float32 at {}, "),
+    "objects": (np.full(3, None), "a ndarray of dtype object at {}, which JAX does"),
     "strings": (np.full(3, "x"), "a ndarray of dtype <U1 at {}, which JAX does not"),
     "long double": (B.astype(np.longdouble), "at {}, which JAX does not take: "),
     "time": (np.datetime64("2020"), "a datetime64 of dtype datetime64[Y] at {}, which"),
