@@ -418,6 +418,11 @@ def test_a_server_that_has_died_goes_on_in_its_folder(tmp_path):
             assert (status.run, status.global_step) == (run, step)
             push(server, 6)
             server.flush()
+    move(tmp_path / "run")  # Then it does not begin anew.
+    gone = pytest.raises(OSError, match="was deleted or moved during the run")
+    with recoverable()(checkpoint) as server, gone:
+        server.begin(run)
+    assert not (tmp_path / "run").exists()
 
 
 # Broken ones.
