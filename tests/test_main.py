@@ -402,6 +402,7 @@ def test_no_row_of_the_table_is_wider_than_80_columns():
     state = gx.drop_stale(gx.clip_by_global_norm(1.0), 1).init(jnp.zeros(1))
     text = report.make_report(options, ended, pushes, state, 99_999.9)
     assert max(map(len, text.splitlines())) <= 80
+    assert [high - low > 0 for low, high, *_ in histogram(text)] == [True] * 20
     many = ("staleness 12000 to 12599", "1234567, 1234567 dropped", "")
     rows = [many, ("", "", "x" * 27)]  # The longest remark has 27 characters.
     assert max(map(len, report.align(rows).splitlines())) == 79
