@@ -37,6 +37,7 @@ WHOLE = (30, 30, 0, 0, 0, 0, 0)
 # Where a run goes on.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [12, 13, 14, 29])
 def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
     """It stops at a step, in a half-done sum, or before its last push."""
