@@ -83,8 +83,12 @@ def call(*options, encoding="utf-8", stream=io.TextIOWrapper):
     return subprocess.CompletedProcess(options, code, out.read(), err.read())
 
 
-def on_terminal(columns, *options):
-    """The command on a terminal: its exit code, and what it wrote, with the times."""
+def on_terminal(columns, *options, meanwhile=lambda process, text: True):
+    """The command on a terminal: its exit code, and what it wrote, with the times.
+
+    ``meanwhile`` is called with what it has written, until it returns True.
+    """
+    done = False
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, columns))
     start, log = time.monotonic(), []
@@ -99,6 +103,7 @@ def on_terminal(columns, *options):
     with contextlib.suppress(OSError):  # Linux says so that the terminal is closed.
         while data := os.read(ours, 2**16):
             log.append((time.monotonic() - start, data.decode()))
+            done = done or meanwhile(process, "".join(text for _, text in log))
     os.close(ours)
     return process.wait(), log
 
@@ -168,18 +173,15 @@ def test_workers_shift_digits_by_at_most_a_pixel():
 
 
 @pytest.mark.slow
-def test_a_seed_decides_the_weights():
+def test_a_fresh_model_guesses_and_its_seed_decides_the_weights():
+    models = [job.build_model(seed) for seed in (0, 0, 1)]
     first, again, other = (
         np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(model.params)])
-        for model in map(job.build_model, (0, 0, 1))
+        for model in models
     )
     assert (first == again).all()
     assert np.mean(first != other) > 0.9  # All but the biases.
-
-
-@pytest.mark.slow
-def test_a_fresh_model_guesses():
-    model, digits = job.build_model(0), job.load_digits()
+    model, digits = models[0], job.load_digits()
     loss, grads = model.gradient(model.params, digits.images[:9], digits.labels[:9])
     assert 2.0 < loss < 3.0  # log(10)
     assert jax.tree.structure(grads) == jax.tree.structure(model.params)
@@ -315,16 +317,12 @@ def test_a_seed_gives_the_same_result_in_every_process(short, piped, shown):
 
 
 @pytest.mark.slow
-def test_the_optimizer_is_the_given_one(short):
+def test_the_optimizer_and_the_limit_are_the_given_ones(short):
     done = call(*SHORT, "--optimizer", "adagrad")
     assert done.stdout.startswith("async on simulated, adagrad, workers 4, seed 0")
     assert list(histogram(done.stdout)) == list(histogram(short.stdout))
     norm = "gradient norm"
     assert row(done.stdout, norm) != row(short.stdout, norm)
-
-
-@pytest.mark.slow
-def test_the_limit_is_the_given_one():
     stdout = call(*SHORT, "--workers", "3", "--max-staleness", "1").stdout
     assert stdout.startswith("async on simulated, novograd, workers 3, seed 0")
     check_bars(stdout, limit=1)
@@ -332,9 +330,8 @@ def test_the_limit_is_the_given_one():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("columns", [80, 120])
-def test_a_terminal_sees_a_bar(columns):
-    code, log = on_terminal(columns, *SHORT[2:], "--steps", "300")
+def test_a_terminal_sees_a_bar():
+    code, log = on_terminal(120, *SHORT[2:], "--steps", "300")
     assert code == 0
     text = "".join(text for _, text in log)
     rows = rows_of(text)
@@ -350,20 +347,25 @@ def test_a_terminal_sees_a_bar(columns):
 
 
 @pytest.mark.slow
-def test_a_bar_fits_a_narrow_terminal(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    monkeypatch.setenv("TERM", "xterm")
-    assert max(map(len, rows_of(call(*SHORT, stream=Terminal).stderr))) <= 40
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("setting", [{"TERM": "dumb"}, {"FORCE_COLOR": "1"}])
-def test_without_a_terminal_that_can_draw_there_are_lines(setting, monkeypatch):
+@pytest.mark.parametrize(
+    ("stream", "setting"),
+    [
+        (Terminal, {"COLUMNS": "40", "TERM": "xterm"}),
+        (Terminal, {"TERM": "dumb"}),
+        (io.TextIOWrapper, {"FORCE_COLOR": "1"}),
+    ],
+)
+def test_a_terminal_that_can_draw_gets_a_bar_and_others_lines(
+    stream, setting, monkeypatch
+):
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
-    done = call(*SHORT, stream=Terminal if "TERM" in setting else io.TextIOWrapper)
-    assert re.match(r"  2%, step 1, loss 2\.\d{3}\n", done.stderr)
-    assert not unexpected(done.stderr)
+    done = call(*SHORT, stream=stream)
+    if "COLUMNS" in setting:
+        assert max(map(len, rows_of(done.stderr))) <= 40
+    else:
+        assert re.match(r"  2%, step 1, loss 2\.\d{3}\n", done.stderr)
+        assert not unexpected(done.stderr)
 
 
 def pushed(number, *, loss=1.0, applied=True, staleness=0):
@@ -400,6 +402,7 @@ def test_no_row_of_the_table_is_wider_than_80_columns():
     state = gx.drop_stale(gx.clip_by_global_norm(1.0), 1).init(jnp.zeros(1))
     text = report.make_report(options, ended, pushes, state, 99_999.9)
     assert max(map(len, text.splitlines())) <= 80
+    assert [high - low > 0 for low, high, *_ in histogram(text)] == [True] * 20
     many = ("staleness 12000 to 12599", "1234567, 1234567 dropped", "")
     rows = [many, ("", "", "x" * 27)]  # The longest remark has 27 characters.
     assert max(map(len, report.align(rows).splitlines())) == 79
@@ -468,47 +471,48 @@ def test_a_picture_that_cannot_be_saved_costs_no_results(monkeypatch, tmp_path, 
 # Before anything is loaded.
 
 
-def begun(folder, jax, *options, first=()):
-    """The command where the import of JAX is this code."""
-    (folder / "jax.py").write_text(jax)
+LOADING, INTERRUPTED = "loading, compiling\n", "python -m gradxform: interrupted\n"
+CTRL_C = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(7)"
+# As ``nohup`` and a shell's ``&`` ask for.
+IGNORING = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
+GRADXFORM = ["-m", "gradxform"]
+
+
+def begun(folder, code, *command, first=(), module="jax"):
+    """A command of Python's where the import of JAX is this code."""
+    (folder / f"{module}.py").write_text(code)
+    (folder / "other").mkdir(exist_ok=True)
+    (folder / "other" / "__init__.py").write_text("import gradxform")
     path = os.pathsep.join([str(folder), *filter(None, sys.path)])
     return subprocess.run(
-        [*first, sys.executable, "-m", "gradxform", *options],
+        [*first, sys.executable, *command],
         capture_output=True,
-        env=environment(PYTHONPATH=path),
+        env=environment(**QUICK, PYTHONPATH=path),
         encoding="utf-8",
         check=False,
     )
 
 
-CTRL_C = "import os, signal; os.kill(os.getpid(), signal.SIGINT); raise SystemExit(7)"
-
-
-def test_a_line_comes_before_jax_is_imported(tmp_path):
-    done = begun(tmp_path, "raise SystemExit(7)")
-    assert (done.returncode, done.stdout) == (7, "")
-    assert done.stderr == "loading, compiling\n"
-
-
-def test_questions_are_answered_before_jax_is_imported(tmp_path):
-    done = begun(tmp_path, "raise SystemExit(7)", "--version")
-    version = f"gradxform {gx.__version__}\n"
-    assert (done.returncode, done.stdout, done.stderr) == (0, version, "")
-    check_one_line(begun(tmp_path, "raise SystemExit(7)", "--step", "3"), ["--step"])
-
-
-def test_ctrl_c_during_the_imports_leaves_no_traceback(tmp_path):
-    done = begun(tmp_path, CTRL_C)
-    assert (done.returncode, done.stdout) == (130, "")
-    said = "loading, compiling\npython -m gradxform: interrupted\n"
-    assert done.stderr == said
-
-
-def test_a_process_that_ignores_ctrl_c_ignores_it_during_the_imports(tmp_path):
-    """As ``nohup`` and a shell's ``&`` ask for."""
-    ignoring = ["sh", "-c", "trap '' INT; exec \"$@\"", "sh"]
-    done = begun(tmp_path, CTRL_C, first=ignoring)
-    assert (done.returncode, done.stderr) == (7, "loading, compiling\n")
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("code", "options", "first", "ends"),
+    [
+        # A line comes before JAX is imported, and answers to questions do, too.
+        ("raise SystemExit(7)", [], [], (7, "", LOADING)),
+        ("", ["--version"], [], (0, f"gradxform {gx.__version__}\n", "")),
+        (CTRL_C, [], [], (130, "", LOADING + INTERRUPTED)),
+        (CTRL_C, [], IGNORING, (7, "", LOADING)),
+    ],
+)
+def test_before_jax_is_there_it_says_so_and_hears_ctrl_c(
+    code, options, first, ends, tmp_path
+):
+    code = code or "raise SystemExit(7)"
+    done = begun(tmp_path, code, *GRADXFORM, *options, first=first)
+    assert (done.returncode, done.stdout, done.stderr) == ends
+    if "--version" in options:
+        done = begun(tmp_path, code, *GRADXFORM, "--step", "3")
+        check_one_line(done, ["--step"])
 
 
 @pytest.mark.parametrize(
@@ -522,17 +526,7 @@ def test_a_process_that_ignores_ctrl_c_ignores_it_during_the_imports(tmp_path):
 )
 def test_an_import_by_another_program_prints_nothing(command, tmp_path):
     """And Ctrl-C stays that program's own."""
-    (tmp_path / "jax.py").write_text(CTRL_C)
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "__init__.py").write_text("import gradxform")
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        env=environment(PYTHONPATH=path),
-        encoding="utf-8",
-        check=False,
-    )
+    done = begun(tmp_path, CTRL_C, *command)
     assert done.returncode == -signal.SIGINT
     assert done.stderr.startswith("Traceback")
     assert "interrupted\n" not in done.stderr
@@ -541,37 +535,25 @@ def test_an_import_by_another_program_prints_nothing(command, tmp_path):
 @pytest.mark.slow
 def test_ctrl_c_while_the_demo_loads(tmp_path):
     """JAX is there, and Flax is being imported."""
-    (tmp_path / "flax.py").write_text(CTRL_C)
-    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = run(PYTHONPATH=path)
+    done = begun(tmp_path, CTRL_C, *GRADXFORM, module="flax")
     assert (done.returncode, done.stdout) == (130, "")
-    assert done.stderr == "loading, compiling\npython -m gradxform: interrupted\n"
+    assert done.stderr == LOADING + INTERRUPTED
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_it_trains_gives_the_terminal_its_cursor_back(tmp_path):
-    ours, theirs = pty.openpty()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gradxform"],
-        stdout=theirs,
-        stderr=theirs,
-        env=environment(**QUICK, TERM="xterm"),
-    )
-    os.close(theirs)
-    text = ""
-    with contextlib.suppress(OSError):
-        while data := os.read(ours, 2**16):
-            text += data.decode()
-            if "step" in text and not text.endswith("\x1b[?25h"):
-                process.send_signal(signal.SIGINT)
-                break
-        while data := os.read(ours, 2**16):
-            text += data.decode()
-    os.close(ours)
-    assert process.wait() == 130
+def test_ctrl_c_while_it_trains_gives_the_terminal_its_cursor_back():
+    def interrupt(process, text):
+        if "step" in text and not text.endswith("\x1b[?25h"):
+            process.send_signal(signal.SIGINT)
+            return True
+        return False
+
+    code, log = on_terminal(80, meanwhile=interrupt)
+    text = "".join(text for _, text in log)
+    assert code == 130
     assert "Traceback" not in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert text.endswith("python -m gradxform: interrupted\r\n")
+    assert text.endswith(INTERRUPTED.replace("\n", "\r\n"))
 
 
 def test_the_optimizers_of_the_command_line_are_there():
@@ -598,23 +580,31 @@ def test_help_explains_every_option(monkeypatch):
     done = call("--help")
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert (done.returncode, done.stderr) == (0, "")
-    options, words = done.stdout.split("options:")[1], r"\s+\w+ \w+"
-    assert re.search(r"--optimizer \{novograd,adagrad\}" + words, options)
-    assert re.search(r"--mode \{async,backup,sync\}" + words, options)
-    assert re.search(r"--engine \{threads,ray,simulated\}" + words, options)
-    integers = "workers", "backups", "max-staleness", "steps", "seed"
-    integers += ("server-processes",)
-    for option in integers:
-        assert re.search(rf"--{option} N{words}", options)
-    for option in ("work", "straggler", "checkpoint-every", "connect-timeout"):
-        assert re.search(rf"--{option} X{words}", options)
-    files = ("checkpoint DIR", "logdir DIR", "plot FILE")
-    for option in (*files, "address ADDRESS"):
-        assert re.search(f"--{option}{words}", options)
+    options = done.stdout.split("options:")[1]
+    for kind, names in {
+        r"\{novograd,adagrad\}": ["optimizer"],
+        r"\{async,backup,sync\}": ["mode"],
+        r"\{threads,ray,simulated\}": ["engine"],
+        "N": [
+            "workers",
+            "backups",
+            "max-staleness",
+            "steps",
+            "seed",
+            "server-processes",
+        ],
+        "X": ["work", "straggler", "checkpoint-every", "connect-timeout"],
+        "DIR": ["checkpoint", "logdir"],
+        "FILE": ["plot"],
+        "ADDRESS": ["address"],
+    }.items():
+        for name in names:
+            assert re.search(rf"--{name} {kind}\s+\w+ \w+", options)
     assert options.count("(default:") == 14
     assert "exit code 143" in " ".join(done.stdout.split())
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -680,9 +670,17 @@ def test_the_same_command_goes_on_where_it_was(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_warns_of_changed_settings(tmp_path, caplog):
+def test_a_run_can_be_watched_and_warns_of_changed_settings(tmp_path, caplog):
+    from tensorboard.backend.event_processing import event_accumulator
+
     options = [*SHORT, "--checkpoint", str(tmp_path)]
-    assert call(*options).returncode == 0
+    done = call(*options, "--logdir", str(tmp_path / "logs"))
+    assert (done.returncode, unexpected(done.stderr)) == (0, [])
+    events = event_accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
+    for outcome in OUTCOMES:
+        last = events.Scalars(outcome)[-1]
+        assert last.value == int(row(done.stdout, f"pushes {outcome}"))
+        assert last.step == int(row(done.stdout, "steps"))
     assert call(*options, "--steps", "70").returncode == 0
     assert not caplog.messages
     done = call(*options, "--steps", "80", "--seed", "7", "--max-staleness", "2")
@@ -693,38 +691,30 @@ def test_a_resumed_run_warns_of_changed_settings(tmp_path, caplog):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no such device")
-def test_a_full_device_gets_one_line():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "gradxform", *SHORT],
-            stdout=full,
-            stderr=subprocess.PIPE,
-            env=environment(**QUICK),
-            encoding="utf-8",
-            check=False,
-        )
-    assert done.returncode == 2
-    (line,) = unexpected(done.stderr)
-    assert "No space left on device" in line
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stderr", [subprocess.PIPE, subprocess.STDOUT])
-def test_a_closed_pipe_ends_in_silence(stderr):
-    read, write = os.pipe()
-    os.close(read)
-    done = subprocess.run(
+def into(stdout, stderr):
+    return subprocess.run(
         [sys.executable, "-m", "gradxform", *SHORT],
-        stdout=write,
+        stdout=stdout,
         stderr=stderr,
         env=environment(**QUICK),
         encoding="utf-8",
         check=False,
     )
+
+
+@pytest.mark.slow
+def test_a_full_device_gets_one_line_and_a_closed_pipe_none():
+    if os.path.exists("/dev/full"):
+        with open("/dev/full", "w") as full:
+            done = into(full, subprocess.PIPE)
+        assert done.returncode == 2
+        (line,) = unexpected(done.stderr)
+        assert "No space left on device" in line
+    read, write = os.pipe()
+    os.close(read)
+    done = into(write, subprocess.STDOUT)
     os.close(write)
-    assert (done.returncode, unexpected(done.stderr or "")) == (141, [])
+    assert done.returncode == 141
 
 
 @pytest.mark.slow
@@ -735,19 +725,6 @@ def test_a_cluster_that_is_not_there_gets_one_line():
         options = ["--engine", "ray", "--address", address, "--connect-timeout", "0.5"]
         done = call(*options)
     check_one_line(done, ["address:", address, "connect_timeout=0.5 seconds"])
-
-
-@pytest.mark.slow
-def test_a_run_can_be_watched(tmp_path):
-    from tensorboard.backend.event_processing import event_accumulator
-
-    done = call(*SHORT, "--logdir", str(tmp_path / "logs"))
-    assert (done.returncode, unexpected(done.stderr)) == (0, [])
-    events = event_accumulator.EventAccumulator(str(tmp_path / "logs")).Reload()
-    for outcome in OUTCOMES:
-        last = events.Scalars(outcome)[-1]
-        assert last.value == int(row(done.stdout, f"pushes {outcome}"))
-        assert last.step == int(row(done.stdout, "steps"))
 
 
 def check_one_line(done, words):

@@ -6,9 +6,11 @@ on its JAX backend.
 
 import copy
 import dataclasses
+import functools
 import inspect
 import json
 import os
+import random
 import re
 import traceback
 
@@ -178,41 +180,43 @@ def through_json(config):
     return json.loads(json.dumps(config))
 
 
-def through_yaml(config):
-    return yaml.safe_load(yaml.safe_dump(config))
-
-
-def through_ml_collections(config):
-    # A ConfigDict takes no keys but strings.
-    return ml_collections.ConfigDict(through_json(config))
-
-
 def inside_ml_collections(config):
     return {**config, "inner": ml_collections.ConfigDict(through_json(config["inner"]))}
 
 
+THROUGH = [
+    copy.deepcopy,
+    through_json,
+    lambda config: yaml.safe_load(yaml.safe_dump(config)),
+    # A ConfigDict takes no keys but strings.
+    lambda config: ml_collections.ConfigDict(through_json(config)),
+    lambda config: ml_collections.FrozenConfigDict(through_json(config)),
+    inside_ml_collections,
+]
+
+
 @pytest.mark.usefixtures("standard_promotion")  # Some schedules of optax need it.
-@pytest.mark.parametrize(
-    "through",
-    [
-        copy.deepcopy,
-        through_json,
-        through_yaml,
-        through_ml_collections,
-        inside_ml_collections,
-    ],
-)
+@pytest.mark.parametrize("through", THROUGH)
 def test_nested(through):
-    tx = gx.from_config(through(NESTED))
+    if through is THROUGH[4]:  # It has tuples in the place of lists.
+        config = {"name": "drop_stale", "inner": ADAGRAD, "max_staleness": 1}
+        tx = gx.from_config(through(config))
+        assert gx.get_config(tx) == config
+        return
+    config = through(NESTED)
+    tx = gx.from_config(config)
     agree(tx, nested(), {"local_step": 0})
     # JSON has only strings as keys, so both sides go through it.
     assert through_json(gx.get_config(tx)) == through_json(NESTED)
 
 
-def test_frozen_config_dict():
-    config = {"name": "drop_stale", "inner": {"name": "densify"}, "max_staleness": 1}
-    tx = gx.from_config(ml_collections.FrozenConfigDict(config))
-    assert gx.get_config(tx) == config
+def test_the_config_is_neither_changed_nor_shared():
+    config = copy.deepcopy(NESTED)
+    tx = gx.from_config(config)
+    assert config == NESTED
+    config["inner"]["transforms"].clear()
+    gx.get_config(tx)["inner"]["transforms"].clear()
+    assert gx.get_config(tx) == NESTED
 
 
 @pytest.mark.slow
@@ -233,47 +237,60 @@ def test_a_schedule_of_how_many_make_a_step():
     assert counts == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
 
 
-@pytest.mark.parametrize("link", ["inner", "transforms"])
-def test_a_config_that_is_very_deep_or_holds_itself(link):
-    """It is no RecursionError, which a program may take for a fault of its own."""
-    deep = ADAGRAD
-    for _ in range(3000):
-        deep = {"name": "chain", link: deep if link == "inner" else [deep]}
-    endless = {"name": "chain"}
-    endless[link] = endless if link == "inner" else [endless]
-    for config in (deep, endless):
-        with pytest.raises(ValueError, match="config is nested more than 100 deep"):
-            gx.from_config(config)
-    config, direct = ADAGRAD, gx.adagrad(0.1)
-    for _ in range(49):  # Each link is a dict and a list.
-        config, direct = {"name": "chain", "transforms": [config]}, optax.chain(direct)
-    agree(gx.from_config(config), direct)
+def chains(link, config, depth):
+    """Chains in chains, in a key that has a config or a list of them."""
+    for _ in range(depth):
+        config = {"name": "chain", link: config if link == "inner" else [config]}
+    return config
 
 
-def laughs(levels):
-    """As a YAML file of one line for each level; its aliases repeat the one before."""
+def endless(link, times):
+    """A chain that holds itself."""
+    config = {"name": "chain"}
+    config[link] = config if link == "inner" else [config] * times
+    return config
+
+
+def laughs(levels, key):
+    """As a YAML file of one line for each level; its aliases repeat the one before.
+
+    Written out, no computer could visit the last.
+    """
     value = {"x": 1.0}
     for _ in range(levels):
         value = [value] * 9
-    return value
+    return {"name": "novograd", "learning_rate": 0.1, key: value}
 
 
+DEEP, MANY = "is nested more than 100 deep", "has more than 100,000 entries"
+KEYS = "mask", "eps", "learning_rate", "inner", "nonsense"
+HUGE = {
+    "inner, deep": (lambda: chains("inner", ADAGRAD, 3000), DEEP),
+    "transforms, deep": (lambda: chains("transforms", ADAGRAD, 3000), DEEP),
+    "inner, endless": (lambda: endless("inner", 1), DEEP),
+    "transforms, endless": (lambda: endless("transforms", 1), DEEP),
+    "transforms, endless nine times": (lambda: endless("transforms", 9), DEEP),
+    "a ConfigDict": (lambda: ml_collections.ConfigDict(laughs(5, "mask")), MANY),
+    **{f"{x}, 9": (lambda x=x: laughs(9, x), MANY) for x in KEYS},
+    **{f"{x}, 90": (lambda x=x: laughs(90, x), MANY) for x in KEYS},
+}
+
+
+@pytest.mark.every
 @pytest.mark.usefixtures("bounded")
-@pytest.mark.parametrize("key", ["mask", "eps", "learning_rate", "inner", "nonsense"])
-@pytest.mark.parametrize("levels", [5, 9, 48, 90])
-def test_a_config_of_aliases_is_refused_at_once(key, levels):
-    """Written out, no computer could visit the last."""
-    config = {"name": "novograd", "learning_rate": 0.1, key: laughs(levels)}
-    with pytest.raises(ValueError, match="config has more than 100,000 entries"):
-        gx.from_config(through_ml_collections(config) if levels == 5 else config)
+@pytest.mark.parametrize("name", HUGE)
+def test_a_config_without_end_is_refused_at_once(name):
+    """It is no RecursionError, which a program may take for a fault of its own."""
+    make, says = HUGE[name]
+    with pytest.raises(ValueError, match=f"config {says}"):
+        gx.from_config(make())
 
 
-@pytest.mark.usefixtures("bounded")
-def test_a_config_that_holds_itself_many_times_is_refused_at_once():
-    endless = {"name": "chain", "transforms": []}
-    endless["transforms"] += [endless] * 9
-    with pytest.raises(ValueError, match="config is nested more than 100 deep"):
-        gx.from_config(endless)
+def test_a_hundred_levels_are_no_more_than_allowed():
+    direct = gx.adagrad(0.1)
+    for _ in range(49):  # Each link is a dict and a list.
+        direct = optax.chain(direct)
+    agree(gx.from_config(chains("transforms", ADAGRAD, 49)), direct)
 
 
 @pytest.mark.parametrize(
@@ -294,15 +311,6 @@ def test_so_many_entries_and_no_more(spare, shared):
         config["mask"][1] += "x"  # The hundredth character.
     with pytest.raises(ValueError, match="config has more than 100,000 entries"):
         gx.from_config(config)
-
-
-def test_the_config_is_neither_changed_nor_shared():
-    config = copy.deepcopy(NESTED)
-    tx = gx.from_config(config)
-    assert config == NESTED
-    config["inner"]["transforms"].clear()
-    gx.get_config(tx)["inner"]["transforms"].clear()
-    assert gx.get_config(tx) == NESTED
 
 
 def test_transformations_of_optax_are_built():
@@ -353,12 +361,7 @@ def test_trees_are_taken_as_they_are():
     labels = {"name": "0", "class_name": {"config": "name", "use_ema": "nan"}}
     config = {
         "name": "optax.partition",
-        "transforms": {
-            "0": sgd,
-            "name": {"name": "densify"},
-            "nan": sgd,
-            "mask": sgd,
-        },
+        "transforms": {"0": sgd, "name": {"name": "densify"}, "nan": sgd, "mask": sgd},
         "param_labels": labels,
     }
     tx = gx.from_config(through_json(config))
@@ -557,19 +560,30 @@ SETTINGS = {
 runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
 
 
+def rates(configs, steps):
+    """What each schedule gives at each step: one program for all of them."""
+
+    @jax.jit
+    def at(step):
+        state = optax.ScaleByScheduleState(step)
+        return {k: -tx.update(jnp.ones(()), state)[0] for k, tx in txs.items()}
+
+    txs = {
+        k: gx.from_config({"name": "scale_by_learning_rate", "learning_rate": config})
+        for k, config in configs.items()
+    }
+    found = [at(jnp.int32(step)) for step in steps]
+    return {k: jnp.stack([each[k] for each in found]) for k in txs}
+
+
 @runs_keras
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
-def test_schedule_is_that_of_keras(schedule):
-    serialized = through_json(S.serialize(schedule))
-    config = {"name": "scale_by_learning_rate", "learning_rate": serialized}
-    tx = gx.from_config(config)
-    state, ones = tx.init(PARAMS), jnp.ones(())
-    update = jax.jit(tx.update)
-    for step in range(30):
-        updates, state = update(ones, state)
-        expected = np.asarray(schedule(jnp.int32(step)))
-        np.testing.assert_allclose(-updates, expected, rtol=2e-6, atol=1e-8)
+def test_schedules_are_those_of_keras():
+    steps = [*range(13), 20, 29]
+    configs = {k: through_json(S.serialize(each)) for k, each in SCHEDULES.items()}
+    for name, got in rates(configs, steps).items():
+        expected = [np.asarray(SCHEDULES[name](jnp.int32(step))) for step in steps]
+        np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-8, err_msg=name)
 
 
 def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
@@ -580,25 +594,22 @@ def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
     return (1 - alpha) * height * (1 + np.cos(np.pi * step / length)) / 2 + alpha
 
 
-# As in Keras's own tests: the defaults, in float64, and each argument on its own.
+@pytest.mark.every
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize(
-    "options", [{}, {"alpha": 0.1}, {"m_mul": 0.9}, {"t_mul": 1.0}, {"t_mul": 1.1}]
-)
-def test_cosine_restarts_are_those_of_their_paper(options, x64):
-    config = {"name": "cosine_decay_restarts", "first_decay_steps": 1000, **options}
-    config = {**config, "init_value": 1.0}
-    tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": config})
+def test_cosine_restarts_are_those_of_their_paper(x64):
+    # As in Keras's own tests: the defaults, in float64, and each argument on its own.
+    options = [{}, {"alpha": 0.1}, {"m_mul": 0.9}, {"t_mul": 1.0}, {"t_mul": 1.1}]
+    common = {"name": "cosine_decay_restarts", "first_decay_steps": 1000}
+    common["init_value"] = 1.0
     # Among them are each restart, the step before it and the step after it.
     steps = [*range(0, 1500, 250), 2099, 2100, 2101, 2999, 3000, 3001, 6999, 7000, 7001]
-    expected = [sgdr(step, 1000, **options) for step in steps]
-    with jax.enable_x64(x64):
-        states = [optax.ScaleByScheduleState(jnp.int32(step)) for step in steps]
-        update = jax.jit(tx.update)
-        updates = [update(jnp.ones(()), state)[0] for state in states]
-        assert updates[0].dtype == (jnp.float64 if x64 else jnp.float32)
     rtol = 1e-12 if x64 else 3e-6
-    np.testing.assert_allclose(-np.array(updates), expected, rtol=rtol, atol=rtol)
+    with jax.enable_x64(x64):
+        configs = {number: common | each for number, each in enumerate(options)}
+        for number, got in rates(configs, steps).items():
+            assert got.dtype == (jnp.float64 if x64 else jnp.float32)
+            expected = [sgdr(step, 1000, **options[number]) for step in steps]
+            np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol)
 
 
 OURS = {
@@ -607,49 +618,43 @@ OURS = {
     "cosine_decay_restarts": {"first_decay_steps": 2},
     "linear_cosine_decay": {"decay_steps": 3},
 }
+FLAGS = {"polynomial_decay": "cycle", "inverse_time_decay": "staircase"}
 
 
-@pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("name", OURS)
-def test_our_schedules_need_no_promotion_of_dtypes(name, flag):
-    flags = {"polynomial_decay": "cycle", "inverse_time_decay": "staircase"}
-    options = {flags[name]: flag} if name in flags else {}
-    rate = {"name": name, "init_value": 1, **OURS[name], **options}
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [*((name, {}) for name in OURS), *((k, {flag: True}) for k, flag in FLAGS.items())],
+)
+def test_our_schedules_need_no_promotion_of_dtypes(name, flags):
+    rate = {"name": name, "init_value": 1, **OURS[name], **flags}
     tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": rate})
-    state = tx.init(PARAMS)
-    jax.jit(tx.update)(jnp.ones(()), state)
+    jax.jit(tx.update)(jnp.ones(()), tx.init(PARAMS))
 
 
-CASES = [(setting, None) for setting in SETTINGS]
-CASES += [("plain", name) for name in SCHEDULES]
-CASES += [("weight-decay", "exponential"), ("weight-decay", "cosine-warmup")]
-# There the rates count pushes, not steps.
-CASES += [("accumulation", "exponential"), ("accumulation", "piecewise-constant")]
-CASES += [("accumulation-weight-decay-clipnorm", "cosine-warmup")]
-
-
-@pytest.mark.slow
-@runs_keras
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("setting", "schedule"), CASES)
-def test_trains_as_keras_does_step_for_step(setting, schedule):
-    rate = SCHEDULES[schedule] if schedule else 0.3
-    trains_alike(keras.optimizers.Adagrad(rate, **SETTINGS[setting]))
-
-
-@pytest.mark.slow
-@runs_keras
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("setting", [k for k in SETTINGS if k != "accumulator"])
-def test_ftrl_trains_as_keras_does_step_for_step(setting):
-    optimizer = keras.optimizers.Ftrl(
-        SCHEDULES["exponential"],
-        l1_regularization_strength=0.5,
-        l2_regularization_strength=0.1,
-        beta=0.2,
-        **SETTINGS[setting],
+STRENGTHS = {"l1_regularization_strength": 0.5, "l2_regularization_strength": 0.1}
+FTRLS = functools.partial(keras.optimizers.Ftrl, beta=0.2, **STRENGTHS)
+CASES = [(keras.optimizers.Adagrad, setting, None) for setting in SETTINGS]
+CASES += [(keras.optimizers.Adagrad, "plain", name) for name in SCHEDULES]
+CASES += [
+    (keras.optimizers.Adagrad, *case)
+    for case in (
+        *(("weight-decay", name) for name in ("exponential", "cosine-warmup")),
+        # There the rates count pushes, not steps.
+        *(("accumulation", name) for name in ("exponential", "piecewise-constant")),
+        ("accumulation-weight-decay-clipnorm", "cosine-warmup"),
     )
-    if SETTINGS[setting].get("weight_decay"):
+]
+CASES += [(FTRLS, k, "exponential") for k in SETTINGS if k != "accumulator"]
+
+
+@pytest.mark.slow
+@runs_keras
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(("make", "setting", "schedule"), CASES)
+def test_trains_as_keras_does_step_for_step(make, setting, schedule):
+    optimizer = make(SCHEDULES[schedule] if schedule else 0.3, **SETTINGS[setting])
+    if make is FTRLS and SETTINGS[setting].get("weight_decay"):
         with pytest.raises(ValueError, match=r"weight_decay=0\.1 is not offered"):
             gx.from_config(optimizer.get_config())
     else:
@@ -681,23 +686,14 @@ def test_the_name_that_a_user_chose():
     with pytest.raises(ValueError, match="unknown name 'mine'"):
         gx.from_config(optimizer.get_config())
     config = gx.get_config(gx.from_config(keras.optimizers.serialize(optimizer)))
-    assert config == {
-        "name": "adagrad",
-        "learning_rate": 0.5,
-        "initial_accumulator_value": 0.1,
-        "eps": 1e-7,
-        "eps_in_sqrt": True,
-    }
+    given = {"initial_accumulator_value": 0.1, "eps": 1e-7, "eps_in_sqrt": True}
+    assert config == {"name": "adagrad", "learning_rate": 0.5, **given}
     numbered = keras.optimizers.Adagrad(0.5, name="adagrad_12").get_config()
     assert gx.get_config(gx.from_config(numbered)) == config
-
-
-@runs_keras
-def test_a_class_derived_from_keras_is_not_taken_for_it():
+    # A class derived from Keras's is not taken for it.
     derived = type("Adagrad", (keras.optimizers.Adagrad,), {"__module__": "__main__"})
-    serialized = keras.optimizers.serialize(derived(0.1))
     with pytest.raises(ValueError, match=r"class 'Adagrad' of None is not read"):
-        gx.from_config(serialized)
+        gx.from_config(keras.optimizers.serialize(derived(0.1)))
 
 
 # What all Keras's Adagrad wrote, and what those of Keras 3.15.1 and of TensorFlow
@@ -891,6 +887,7 @@ WRONG += [
 ]  # fmt: skip
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("config", "message"), WRONG, ids=[m[:70] for _, m in WRONG])
 def test_an_error_names_the_bad_entry(config, message):
     with pytest.raises((TypeError, ValueError)) as raised:
@@ -898,9 +895,10 @@ def test_an_error_names_the_bad_entry(config, message):
     assert message in str(raised.value)
 
 
-LONG = "x" * 10**6
+LONG = "x" * 10**5
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("config", "begins", "ends"),
     [
@@ -931,7 +929,67 @@ def test_keys_of_keras_that_change_no_number():
     plain = gx.get_config(gx.from_config(KERAS3))
     changed = {"ema_momentum": 0.5, "ema_overwrite_frequency": 3, "jit_compile": True}
     assert gx.get_config(gx.from_config({**KERAS3, **changed})) == plain
+    for none in ("clipnorm", "clipvalue", "global_clipnorm", "weight_decay"):
+        assert gx.get_config(gx.from_config({**KERAS3, none: 0.0})) == plain
     envelope = {"module": "keras.optimizers", "registered_name": None}
     build = {"build_config": {}}
     again = serialized(KERAS3, **envelope, **build)
     assert gx.get_config(gx.from_config(again)) == plain
+
+
+# Spoiled at random.
+
+CONFIGS = [
+    *map(config_of, ROWS),
+    *(config for config, _ in WRITERS.values()),
+    NESTED,
+    {**KERAS3, "weight_decay": 0.1, "learning_rate": EXPONENTIAL},
+    {"name": "optax.adamw", "learning_rate": 0.1, "b1": 0.9, "mu_dtype": "bfloat16"},
+    {"name": "optax.scale_by_schedule", "step_size_fn": INVERSE},
+    {"name": "optax.contrib.prodigy", "betas": [0.9, 0.99]},
+]
+NAMES = [f"optax.{name}" for name in dir(optax)]
+NAMES += [*OURS, "at_last_push", "linear_schedule", "join_schedules"]
+VALUES = [
+    *(None, True, 0, -1, 2, 0.5, 1e30, 10**30, 2**31, 1e39),
+    *(float("nan"), float("inf"), "", "abc", "1e-3", "0", "float32", "int32"),
+    *([], [1], ["a"], [[1]], {}, {"a": 1}, {"name": "a"}, {"name": 5}, {"1": 0.5}),
+    *({"x": 0.5}, {1.5: 0.5}, {10**30: 0.5}, {"class_name": "ExponentialDecay"}),
+    *({"class_name": "Adagrad", "config": None}, {"use_ema": True}),
+    *(INVERSE, ADAGRAD),
+]
+
+
+def places(config):
+    """(container, key) of every entry."""
+    entries = config.items() if isinstance(config, dict) else enumerate(config)
+    for key, entry in list(entries):
+        yield config, key
+        if isinstance(entry, dict | list):
+            yield from places(entry)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_spoiled_configs_are_refused_or_built(seed):
+    rng, refused = random.Random(seed), []
+    for _ in range(200):
+        config = copy.deepcopy(rng.choice(CONFIGS))
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            container, key = rng.choice([*places(config), (config, "name")])
+            spoil = rng.random()
+            if spoil < 0.1 and isinstance(container, dict):
+                container.pop(key, None)
+            else:
+                drawn = rng.choice(NAMES if key == "name" else VALUES)
+                container[key] = copy.deepcopy(drawn)
+        before = repr(config)
+        try:
+            tx = gx.from_config(config)
+        except (TypeError, ValueError) as error:
+            refused.append(str(error))
+        else:
+            gx.from_config(json.loads(json.dumps(gx.get_config(tx))))
+        assert repr(config) == before
+    assert all(message.startswith("config") for message in refused)
+    assert 100 < len(refused) < 200

@@ -10,22 +10,13 @@ import threading
 import time
 import types
 
-import jax.numpy as jnp
-import optax
 import pytest
 import ray
 
 from gradxform import engines
 from gradxform._ray import wire
 from gradxform._ray.servers import ServerDiedError, WorkersServer
-
-pytestmark = pytest.mark.usefixtures("without_arrays")
-
-
-@pytest.fixture
-def without_arrays(monkeypatch):
-    """Nothing is sent, so this process needs no way for arrays."""
-    monkeypatch.setattr(wire, "register", lambda: None)
+from tests.engines.jobs import fails, make_job
 
 
 class Notes:
@@ -35,11 +26,10 @@ class Notes:
         RayError = RayTaskError = RayActorError = type("E", (Exception,), {})
         ActorUnavailableError = GetTimeoutError = RayActorError
 
-    def __init__(self, unpicklable=None, interrupt=False):
-        self.calls = []
-        self.options = []
-        self.unpicklable = unpicklable
-        self.interrupt = interrupt
+    unpicklable, interrupt = None, False
+
+    def __init__(self):
+        self.calls, self.options = [], []
 
     def is_initialized(self):
         return False
@@ -98,9 +88,12 @@ class Notes:
         return actor
 
 
-def make_job(count=1):
-    workers = [engines.Worker(lambda params: (params, params))] * count
-    return engines.Job(jnp.float32(0.0), optax.sgd(1.0), workers, 40)
+@pytest.fixture
+def notes(monkeypatch):
+    """The Ray of this process. Nothing is sent, so it needs no way for arrays."""
+    monkeypatch.setattr(wire, "register", lambda: None)
+    monkeypatch.setitem(sys.modules, "ray", Notes())
+    return sys.modules["ray"]
 
 
 @pytest.mark.parametrize(
@@ -113,32 +106,21 @@ def make_job(count=1):
         ),
     ],
 )
-def test_a_job_that_cannot_be_pickled_leaves_no_process(
-    unpicklable, calls, monkeypatch
-):
-    notes = Notes(unpicklable)
-    monkeypatch.setitem(sys.modules, "ray", notes)
-    with (
-        pytest.raises(TypeError, match="Could not serialize"),
-        engines.ray(make_job(2)) as run,
-    ):
-        next(run.pushes)
+def test_a_job_that_cannot_be_pickled_leaves_no_process(unpicklable, calls, notes):
+    notes.unpicklable = unpicklable
+    fails(engines.ray, make_job(2), TypeError, "Could not serialize")
     assert ", ".join(notes.calls) == calls
 
 
-def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(monkeypatch):
-    notes = Notes(interrupt=True)
-    monkeypatch.setitem(sys.modules, "ray", notes)
+def test_a_cluster_is_started_whole_before_an_interrupt_ends_it(notes):
+    notes.interrupt = True
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), engines.ray(make_job()):
-        pass
+    fails(engines.ray, make_job(), KeyboardInterrupt, None)
     assert notes.calls == ["init", "shutdown"]
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_options_reach_ray(monkeypatch, near_ray):
-    notes = Notes()
-    monkeypatch.setitem(sys.modules, "ray", notes)
+def test_options_reach_ray(notes, near_ray):
     near_ray("def init(address, **_): assert address == 'auto'")
     with engines.ray(
         make_job(3),
@@ -155,6 +137,7 @@ def test_options_reach_ray(monkeypatch, near_ray):
     assert server == {"num_cpus": 2, "max_concurrency": 99} | ours
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -164,24 +147,20 @@ def test_options_reach_ray(monkeypatch, near_ray):
         ({"server_options": {"max_pending_calls": 1}}, "max_pending_calls"),
         ({"server_options": {"concurrency_groups": {"a": 1}}}, "concurrency_groups"),
         ({"server_options": {"max_concurrency": 0}}, "max_concurrency must be in"),
+        *(
+            ({"address": "a", "connect_timeout": x}, "connect_timeout must be in")
+            for x in (0.0, -1.0, math.nan)
+        ),
     ],
 )
-def test_options_with_which_a_run_would_not_work_are_refused(
-    options, says, monkeypatch
-):
-    notes = Notes()
-    monkeypatch.setitem(sys.modules, "ray", notes)
-    with pytest.raises(ValueError, match=says), engines.ray(make_job(), **options):
-        pass
+def test_options_with_which_a_run_would_not_work_are_refused(options, says, notes):
+    fails(engines.ray, make_job(), ValueError, says, **options)
     assert not notes.calls
 
 
-def test_what_is_no_worker_is_named_here_too(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ray", Notes())
+def test_what_is_no_worker_is_named_here_too(notes):
     job = make_job()._replace(workers=[lambda number: ()])
-    says = "worker 0 must be an engines.Worker"
-    with pytest.raises(TypeError, match=says), engines.ray(job):
-        pass
+    fails(engines.ray, job, TypeError, "worker 0 must be an engines.Worker")
 
 
 # Where there is no cluster.
@@ -197,24 +176,22 @@ def near_ray(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def nobody(monkeypatch):
+def nobody(notes):
     """The address of a port where something listens that is not a Ray cluster."""
-    notes = Notes()
-    monkeypatch.setitem(sys.modules, "ray", notes)
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield f"127.0.0.1:{server.getsockname()[1]}"
     assert not notes.calls
 
 
-def connect(address, timeout):
-    with engines.ray(make_job(), address=address, connect_timeout=timeout):
-        pytest.fail("there is none")
+def connecting(error, match, address, timeout):
+    options = {"address": address, "connect_timeout": timeout}
+    return fails(engines.ray, make_job(), error, match, **options)[0]
 
 
 def test_a_run_waits_for_a_silent_cluster_until_its_timeout(nobody):
     text = f"address: no Ray cluster has answered at '{nobody}' within connect_timeout"
-    with pytest.raises(ConnectionError, match=f"^{re.escape(text)}=0.5 seconds"):
-        connect(nobody, 0.5)
+    text = f"^{re.escape(text)}=0.5 seconds"
+    connecting(ConnectionError, text, nobody, 0.5)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -224,11 +201,10 @@ def test_signals_are_heard_while_a_cluster_is_waited_for(number, nobody, caplog)
     timer = threading.Timer(0.5, os.kill, (os.getpid(), number))
     end = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
     timer.start()
-    with pytest.raises(end) as raised:
-        connect(nobody, 3600.0)
+    raised = connecting(end, None, nobody, 3600.0)
     timer.join()
     if number == signal.SIGTERM:
-        assert raised.value.code == 143
+        assert raised.code == 143
         assert "terminated: nothing is saved" in caplog.messages[-1]
     assert signal.getsignal(signal.SIGTERM) is before
 
@@ -244,14 +220,7 @@ def test_an_error_of_ray_about_an_address_is_passed_on(
     code, timeout, match, nobody, near_ray
 ):
     near_ray(code)
-    with pytest.raises(ConnectionError, match=match):
-        connect("here", timeout)
-
-
-@pytest.mark.parametrize("timeout", [0.0, -1.0, math.nan])
-def test_the_timeout_is_checked(timeout, nobody):
-    with pytest.raises(ValueError, match="connect_timeout must be in"):
-        connect(nobody, timeout)
+    connecting(ConnectionError, match, "here", timeout)
 
 
 def test_the_death_of_any_process_is_the_death_of_the_server():

@@ -1,11 +1,8 @@
 """How runs end: what still counts, who is waited for, and who has nothing to do."""
 
-import collections
 import itertools
-import json
 import logging
 import os
-import pathlib
 import queue
 import signal
 import threading
@@ -19,34 +16,20 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform.engines import _pool
+from tests.engines.jobs import (
+    SGD,
+    by_worker,
+    ended,
+    fails,
+    list_all,
+    make_job,
+    ones,
+    saved,
+    threads_of,
+    worker,
+)
 
-
-def ones(params, *batch):
-    return jnp.sum(params), jnp.ones_like(params)
-
-
-def make_job(workers, pushes=20, tx=None, required=None):
-    tx = gx.drop_stale(optax.sgd(1.0), 10**6) if tx is None else tx
-    return engines.Job(jnp.float32(0.0), tx, workers, pushes, required)
-
-
-def list_all(engine, job, **options):
-    with engine(job, **options) as run:
-        return list(run.pushes)
-
-
-def saved(folder):
-    """The numbers of all pushes in the newest checkpoint, by worker."""
-    found = (path for path in pathlib.Path(folder).iterdir() if path.name.isdigit())
-    newest = max(found, key=lambda path: int(path.name))
-    counters = json.loads((newest / "counters" / "metadata").read_text())
-    answered = {worker: number + 1 for worker, number, *_ in counters["answers"]}
-    assert sum(answered.values()) == int(newest.name)
-    return answered
-
-
-def threads_of(run):
-    return [x for x in run.workers.values() if isinstance(x, threading.Thread)]
+OVER = "inside of the engine's context"
 
 
 def assert_nothing_moves(run):
@@ -59,56 +42,39 @@ def assert_nothing_moves(run):
 # A push that was answered but not given counts, and is saved.
 
 
-def test_stop_ends_the_training(engine, tmp_path):
-    with engine(
-        make_job([engines.Worker(ones)] * 3, 10**6), checkpoint=tmp_path
-    ) as run:
+@pytest.mark.parametrize("leave", ["stop", "break"])
+def test_a_training_that_is_stopped_or_left_computes_no_more(engine, leave, tmp_path):
+    with engine(make_job(3, 10**6), checkpoint=tmp_path) as run:
         for _ in itertools.islice(run.pushes, 50):
             pass
         threads = threads_of(run)
         assert len({*threads}) == (3 if engine is engines.threads else 0)
         assert all(thread.is_alive() for thread in threads)
-        run.stop()
-        assert list(run.pushes) == []
+        if leave == "stop":
+            run.stop()
+            assert list(run.pushes) == []
+        else:
+            time.sleep(0.1)  # Each worker finishes its gradient.
+        assert_nothing_moves(run)
         counts, stats = run.counts(), run.server.stats()
-        assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
-        assert_nothing_moves(run)
-        assert run.counts() == counts
+        assert counts.pushed <= stats.accepted <= counts.pushed + 3 * (leave == "break")
+        if leave == "break":  # The run goes on.
+            assert len([*itertools.islice(run.pushes, 50)]) == 50
+    counts, stats = run.counts(), run.server.stats()
+    assert (stats.accepted, stats.dropped) == (counts.accepted, counts.dropped)
+    assert not any(thread.is_alive() for thread in threads)
+    given = 50 if leave == "stop" else 100
+    assert given <= counts.pushed == counts.accepted == sum(saved(tmp_path).values())
+    assert counts.pushed <= given + 3  # Each worker finishes its gradient.
+    with engine(make_job(3, 120), checkpoint=tmp_path) as run:
         assert run.server.state()["params"] == -counts.accepted
-    assert not any(thread.is_alive() for thread in threads)
-    assert counts.pushed <= 50 + 3  # Each worker finishes its gradient.
-    assert 50 <= counts.pushed == counts.accepted == sum(saved(tmp_path).values())
-    with engine(make_job([engines.Worker(ones)] * 3, 60), checkpoint=tmp_path) as run:
-        assert len(list(run.pushes)) == 60 - counts.pushed
-
-
-def test_a_loop_that_is_left_leaves_the_training(engine, tmp_path):
-    workers = [engines.Worker(ones)] * 3
-    with engine(make_job(workers, 10**6), checkpoint=tmp_path) as run:
-        for push in run.pushes:
-            if push.result.global_step == 50:
-                break
-        threads = threads_of(run)
-        time.sleep(0.1)  # Each worker finishes its gradient.
-        assert_nothing_moves(run)
-        given = run.counts().pushed
-        assert given <= run.server.stats().accepted <= given + len(workers)
-        for _ in itertools.islice(run.pushes, 50):  # And the run goes on.
-            pass
-    assert not any(thread.is_alive() for thread in threads)
-    counts = run.counts()
-    assert counts.accepted == counts.pushed == sum(saved(tmp_path).values())
-    assert run.server.stats().accepted == counts.accepted
+        assert len(list(run.pushes)) == 120 - counts.pushed
 
 
 def test_workers_do_not_run_ahead_of_a_slow_loop():
     begun = []
-
-    def batch(number):
-        begun.append(number)
-        return ()
-
-    with engines.threads(make_job([engines.Worker(ones, batch)], 10**6)) as run:
+    batch = lambda number: begun.append(number) or ()  # noqa: E731
+    with engines.threads(make_job([worker(batch=batch)], 10**6)) as run:
         for given, _ in enumerate(itertools.islice(run.pushes, 5), 1):
             time.sleep(0.05)
             assert len(begun) <= given + 1
@@ -124,9 +90,7 @@ def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
             stopped.wait()
         return ones(params)
 
-    with engines.threads(
-        make_job([engines.Worker(slow)], 5), checkpoint=tmp_path
-    ) as run:
+    with engines.threads(make_job([worker(slow)], 5), checkpoint=tmp_path) as run:
         next(run.pushes)
         assert computing.wait(60)
         run.stop()
@@ -134,10 +98,8 @@ def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
         stopped.set()
     assert saved(tmp_path) == {0: 1}
     assert run.counts()[:7] == (1, 1, 0, 0, 0, 0, 0)
-    with engines.threads(
-        make_job([engines.Worker(ones)], 5), checkpoint=tmp_path
-    ) as run:
-        assert [push.number for push in run.pushes] == [1, 2, 3, 4]
+    rest = list_all(engines.threads, make_job(1, 5), checkpoint=tmp_path)
+    assert [push.number for push in rest] == [1, 2, 3, 4]
 
 
 # After the context.
@@ -145,35 +107,60 @@ def test_a_gradient_under_way_is_not_pushed_after_stop(tmp_path):
 
 @pytest.mark.parametrize("given", [0, 3, 20])
 def test_pushes_after_the_context_are_an_error(engine, given):
-    with engine(make_job([engines.Worker(ones)] * 2)) as run:
+    with engine(make_job(2)) as run:
         for _ in itertools.islice(run.pushes, given):
             pass
     for _ in range(2):
-        with pytest.raises(RuntimeError, match=r"inside of the engine's context"):
+        with pytest.raises(RuntimeError, match=OVER):
             next(run.pushes)
     assert run.counts().pushed >= given
 
 
 def test_the_end_of_the_context_wakes_callers_that_wait():
-    heard, waits = [], threading.Event()
+    heard, waits, released = [], threading.Event(), threading.Event()
 
     def blocked(params):
         waits.set()
         return released.wait() and ones(params)
 
     def iterate(run):
-        with pytest.raises(RuntimeError, match="inside of the engine's context"):
+        with pytest.raises(RuntimeError, match=OVER):
             next(run.pushes)
         heard.append(True)
 
-    released = threading.Event()
-    with engines.threads(make_job([engines.Worker(blocked)]), join_timeout=0.0) as run:
+    with engines.threads(make_job([worker(blocked)]), join_timeout=0.0) as run:
         thread = threading.Thread(target=iterate, args=(run,))
         thread.start()
         assert waits.wait(60)
     thread.join(60)
     released.set()
     assert heard == [True]
+
+
+def test_one_thread_alone_reads_the_pushes():
+    begun, going, done = threading.Event(), threading.Event(), []
+
+    def gradient(params):
+        begun.set()
+        going.wait()
+        return ones(params)
+
+    with engines.threads(make_job([worker(gradient)])) as run:
+        reader = threading.Thread(target=lambda: done.extend(run.pushes))
+        reader.start()
+        begun.wait()
+        with pytest.raises(RuntimeError, match="pushes: another thread or a signal"):
+            next(run.pushes)
+        going.set()
+        reader.join()
+        assert len(done) == 20
+        assert list(run.pushes) == []
+
+
+def test_a_run_that_waits_for_a_push_can_be_stopped_by_another_thread():
+    with engines.threads(make_job([worker(seconds=3600.0)])) as run:
+        threading.Timer(0.1, run.stop).start()
+        assert list(run.pushes) == []
 
 
 # Workers that block.
@@ -199,64 +186,78 @@ def blocked():
             thread.join()
 
 
-def blocking_job(blocked, pushes=10**6):
-    return make_job([engines.Worker(ones), engines.Worker(blocked)], pushes)
+def enough():
+    raise ValueError("enough")
 
 
-@pytest.mark.parametrize("leave", ["stop", "break", "error", "sigterm"])
+LEAVES = {  # What ends the run, and with which error.
+    "stop": (lambda run: run.stop(), None),
+    "break": (None, None),
+    "error": (lambda run: enough(), "enough"),
+    "sigterm": (lambda run: os.kill(os.getpid(), signal.SIGTERM), "143"),
+}
+
+
+@pytest.mark.parametrize("leave", LEAVES)
 def test_a_worker_that_blocks_is_named_and_left_behind(
     leave, blocked, caplog, tmp_path
 ):
+    act, error = LEAVES[leave]
+    job = make_job([worker(), worker(blocked)], 10**6)
+    caplog.set_level(logging.WARNING, "gradxform")
+
     def go():
-        with engines.threads(
-            blocking_job(blocked), checkpoint=tmp_path, join_timeout=0.2
-        ) as run:
+        with engines.threads(job, checkpoint=tmp_path, join_timeout=0.2) as run:
             for push in run.pushes:
                 if push.result.global_step >= 20 and blocked.blocks.is_set():
-                    if leave == "error":
-                        raise ValueError("enough")
-                    if leave == "sigterm":
-                        os.kill(os.getpid(), signal.SIGTERM)
-                    if leave == "break":
+                    if act is None:
                         break
-                    run.stop()
+                    act(run)
 
-    with caplog.at_level(logging.WARNING, "gradxform"):
-        if leave == "error":
-            with pytest.raises(ValueError, match="enough"):
-                go()
-        elif leave == "sigterm":
-            with pytest.raises(SystemExit, match="143"):
-                go()
-            assert caplog.messages[0].startswith("terminated: step ")
-        else:
+    if error:
+        with pytest.raises((ValueError, SystemExit), match=error):
             go()
-            assert sum(saved(tmp_path).values()) >= 20
-    said = caplog.messages[-1]
-    assert len(caplog.messages) == (2 if leave == "sigterm" else 1)
+    else:
+        go()
+    assert sum(saved(tmp_path).values()) >= 20
+    *before, said = caplog.messages
+    assert [x.startswith("terminated: step ") for x in before] == [True] * (
+        leave == "sigterm"
+    )
     assert said.startswith("worker 1: still busy after join_timeout=0.2 seconds")
 
 
 def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
     blocked.at_once = True
-    with engines.threads(blocking_job(blocked, 5), join_timeout=0.0) as run:
-        pushes = list(run.pushes)
-    assert [push.worker for push in pushes] == [0] * 5
+    job = make_job([worker(), worker(blocked)], 5)
+    pushes, _, run = ended(engines.threads, job, join_timeout=0.0)
+    assert by_worker(pushes) == {0: 5}
     assert run.counts()[:7] == (5, 5, 0, 0, 0, 0, 0)
+
+
+def test_ctrl_c_does_not_wait_for_a_worker_that_is_stuck(blocked):
+    blocked.at_once = True
+    before = time.monotonic()
+
+    def interrupt():
+        job = make_job([worker(blocked)], 9)
+        with engines.threads(job, join_timeout=60.0) as run:
+            run._hand_out()
+            assert blocked.blocks.wait(60)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt()
+    assert time.monotonic() - before < 50
 
 
 def test_a_gradient_computed_twice_is_pushed_once():
     """The second is so slow that the first takes its place. Then both are done."""
     both = threading.Barrier(2, timeout=60)
-
-    def slow(params):
-        both.wait()
-        return ones(params)
-
-    job = make_job([engines.Worker(slow), engines.Worker(slow)], 1)
-    with engines.threads(job) as run:
-        assert len(list(run.pushes)) == 1
-        assert run.counts()[:7] == (1, 1, 0, 0, 0, 0, 0)
+    slow = worker(lambda params: (both.wait(), ones(params))[1])
+    pushes, _, run = ended(engines.threads, make_job([slow, slow], 1))
+    assert len(pushes) == 1
+    assert run.counts()[:7] == (1, 1, 0, 0, 0, 0, 0)
     assert run.server.stats().accepted == 1
 
 
@@ -264,17 +265,15 @@ def test_no_worker_computes_for_a_quick_one(monkeypatch):
     # No gradient takes that long, not even on a busy machine.
     monkeypatch.setattr(_pool, "LOOK", 1000.0)
     begun = []
-
-    def batch(number):
-        begun.append(number)
-        return ()
-
-    workers = [engines.Worker(ones, batch) for _ in range(4)]
+    workers = [worker(batch=lambda n: begun.append(n) or ()) for _ in range(4)]
     assert len(list_all(engines.threads, make_job(workers, 6))) == len(begun) == 6
 
 
+# Pushes of a caller.
+
+
 def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
-    job = make_job([engines.Worker(ones)], 4, optax.sgd(1.0))
+    job = make_job(1, 4, SGD)
 
     def push(run, *push_id):
         grads, seen = run.server.pull()
@@ -291,36 +290,35 @@ def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
     assert saved(tmp_path) == {0: 2, 1: 2}
 
 
-@pytest.mark.parametrize(
-    ("push_id", "error", "says"),
-    [
-        (("me", 0), TypeError, "worker must be an integer, got 'me'"),
-        (((1, 2), 0), TypeError, r"worker must be an integer, got \(1, 2\)"),
-        (((1, (2, 3)), 0), TypeError, "worker must be an integer"),
-        ((None, 0), TypeError, "worker must be an integer, got None"),
-        ((True, 0), TypeError, "worker must be an integer, got True"),
-        ((1.0, 0), TypeError, "worker must be an integer, got 1.0"),
-        ((-1, 0), ValueError, r"worker in push_id must be in \[0, inf\)"),
-        ((7, 1), ValueError, "next push of worker 7 has the number 0"),
-        ((7, -1), ValueError, "next push of worker 7 has the number 0"),
-    ],
-)
-def test_a_push_that_a_run_could_not_count_is_refused(
-    engine, push_id, error, says, tmp_path
-):
-    job = make_job([engines.Worker(ones)], 4, optax.sgd(1.0))
+NO_INTEGER, NEXT = "worker must be an integer", "next push of worker 7 has the number 0"
+
+
+@pytest.mark.every
+def test_a_push_that_a_run_could_not_count_is_refused(engine, tmp_path):
+    job = make_job(1, 4, SGD)
     with engine(job, checkpoint=tmp_path) as run:
         grads, seen = run.server.pull()
-        with pytest.raises(error, match=says):
-            run.server.push(jnp.ones_like(grads), seen, push_id=push_id)
+        for push_id, error, says in (
+            (("me", 0), TypeError, f"{NO_INTEGER}, got 'me'"),
+            (((1, 2), 0), TypeError, rf"{NO_INTEGER}, got \(1, 2\)"),
+            (((1, (2, 3)), 0), TypeError, NO_INTEGER),
+            ((None, 0), TypeError, f"{NO_INTEGER}, got None"),
+            ((True, 0), TypeError, f"{NO_INTEGER}, got True"),
+            ((1.0, 0), TypeError, f"{NO_INTEGER}, got 1.0"),
+            ((-1, 0), ValueError, r"worker in push_id must be in \[0, inf\)"),
+            ((7, 1), ValueError, NEXT),
+            ((7, -1), ValueError, NEXT),
+        ):
+            with pytest.raises(error, match=says):
+                run.server.push(jnp.ones_like(grads), seen, push_id=push_id)
+            # Any other server takes any name, and leaves out numbers.
+            if error is TypeError or push_id == (7, 1):
+                server = gx.ParameterServer(job.params, job.tx)
+                assert server.push(jnp.ones_like(grads), 0, push_id=push_id).applied
         assert run.server.stats()[:2] == (0, 0)
         assert len(list(run.pushes)) == 4
     assert run.counts()[:3] == (4, 4, 0)
     assert saved(tmp_path) == {0: 4}
-    # Any other server takes any name, and leaves out numbers.
-    server = gx.ParameterServer(job.params, job.tx)
-    if error is TypeError or push_id == (7, 1):
-        assert server.push(jnp.ones_like(grads), 0, push_id=push_id).applied
 
 
 @pytest.mark.parametrize(
@@ -332,7 +330,7 @@ def test_a_push_that_a_run_could_not_count_is_refused(
     ],
 )
 def test_the_pushes_of_a_caller_are_counted_and_saved(engine, push_ids, tmp_path):
-    job = make_job([engines.Worker(ones)], 6, optax.sgd(1.0))
+    job = make_job(1, 6, SGD)
     with engine(job, checkpoint=tmp_path) as run:
         for push_id in push_ids:
             grads, seen = run.server.pull()
@@ -346,26 +344,20 @@ def test_the_pushes_of_a_caller_are_counted_and_saved(engine, push_ids, tmp_path
             run.server.push(jnp.ones_like(grads), 2, push_id=(7, 3))
         assert len(list(run.pushes)) == 4
     assert run.counts()[:3] == (6, 6, 0)
-    assert run.counts().by_worker == {
-        0: engines.WorkerCounts(4),
-        7: engines.WorkerCounts(2),
-    }
+    shares = {0: engines.WorkerCounts(4), 7: engines.WorkerCounts(2)}
+    assert run.counts().by_worker == shares
     assert saved(tmp_path) == {0: 4, 7: 2}
 
 
-@pytest.mark.parametrize("value", [-1.0, float("nan")])
-def test_a_join_timeout_that_cannot_be_is_refused(value):
-    with (
-        pytest.raises(ValueError, match=r"^join_timeout must be"),
-        engines.threads(make_job([engines.Worker(ones)]), join_timeout=value),
-    ):
-        pass
-
-
-@pytest.mark.parametrize("value", [0, np.float32(60.0), float("inf")])
-def test_any_other_join_timeout_will_do(value):
-    with engines.threads(make_job([engines.Worker(ones)]), join_timeout=value) as run:
-        assert len(list(run.pushes)) == 20
+@pytest.mark.every
+@pytest.mark.parametrize("value", [-1.0, float("nan"), 0, np.float32(60), float("inf")])
+def test_a_join_timeout_is_no_negative_number(value):
+    if value >= 0:
+        pushes = list_all(engines.threads, make_job(), join_timeout=value)
+        assert len(pushes) == 20
+    else:
+        match = r"^join_timeout must be"
+        fails(engines.threads, make_job(), ValueError, match, join_timeout=value)
 
 
 # Streams.
@@ -373,54 +365,46 @@ def test_any_other_join_timeout_will_do(value):
 
 def stream_worker(*items):
     stream = iter([(np.float32(item),) for item in items])
-    return engines.Worker(lambda p, x: (x, jnp.ones_like(p)), lambda _: next(stream))
+    return drawing(lambda: next(stream))
+
+
+def drawing(draw):
+    """A worker whose losses are what it draws."""
+    return worker(lambda p, x: (x, jnp.ones_like(p)), lambda _: draw(), 1e-3)
 
 
 def test_a_worker_whose_stream_ends_leaves(engine):
     workers = [stream_worker(1, 2), stream_worker(*range(10, 15)), stream_worker()]
-    workers = [each._replace(duration=lambda _: 1e-3) for each in workers]
     with engine(make_job(workers, 100)) as run:
         pushes = list(itertools.islice(run.pushes, 6))
         assert 2 not in run.workers
         pushes += run.pushes
         assert not run.workers
-    losses = {
-        index: [push.loss for push in pushes if push.worker == index]
-        for index in range(3)
-    }
+    losses = {i: [push.loss for push in pushes if push.worker == i] for i in range(3)}
     assert losses == {0: [1, 2], 1: [*range(10, 15)], 2: []}
     assert run.counts()[:7] == (7, 7, 0, 0, 0, 0, 0)
 
 
-def by_worker(pushes):
-    """How many pushes each worker has made."""
-    return collections.Counter(push.worker for push in pushes)
-
-
 def test_too_few_streams_for_a_step_end_the_run(engine):
-    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
     workers = [stream_worker(1, 2, 3), stream_worker(1)]
-    with engine(make_job(workers, 30, tx, 2)) as run:
-        pushes = list(run.pushes)
-        assert run.server.state()["state"].global_step == 1
+    pushes, state, _ = ended(engine, make_job(workers, 30, required=2))
+    assert state["state"].global_step == 1
     # The other worker still pushes the gradient it had begun. Its step is never made.
     assert by_worker(pushes) == {0: 2, 1: 1}
 
 
 def test_a_run_whose_streams_have_ended_goes_on_with_new_ones(engine, tmp_path):
-    first = list_all(engine, make_job([stream_worker(1, 2)], 5), checkpoint=tmp_path)
-    job = make_job([stream_worker(*range(3, 9))], 5)
-    second = list_all(engine, job, checkpoint=tmp_path)
-    assert [(p.number, p.loss) for p in first + second] == [
-        *((number, number + 1) for number in range(5)),
-    ]
+    pushes = []
+    for items in ((1, 2), range(3, 9)):
+        job = make_job([stream_worker(*items)], 5)
+        pushes += list_all(engine, job, checkpoint=tmp_path)
+    assert [(p.number, p.loss) for p in pushes] == [(n, n + 1) for n in range(5)]
 
 
 def test_a_stream_may_end_only_in_batch(engine):
     stream = iter([1.0])
-    worker = engines.Worker(lambda params: (next(stream), jnp.ones_like(params)))
-    with pytest.raises(RuntimeError, match="a stream has ended, though not in batch"):
-        list_all(engine, make_job([worker]))
+    job = make_job([worker(lambda params: (next(stream), jnp.ones_like(params)))])
+    fails(engine, job, RuntimeError, "a stream has ended, though not in batch")
 
 
 def test_two_workers_that_draw_from_one_generator_at_once_are_told():
@@ -439,14 +423,9 @@ def test_two_workers_that_draw_from_one_generator_at_once_are_told():
             tried.set()
 
     stream = draw()
-    workers = [
-        engines.Worker(ones, lambda _: next(stream)),
-        engines.Worker(ones, second),
-    ]
-    with pytest.raises(ValueError, match="generator already executing") as raised:
-        list_all(engines.threads, make_job(workers))
-    (whose,) = raised.value.__notes__
-    assert whose == "Raised by worker 1, for its gradient 0."
+    job = make_job([worker(batch=lambda _: next(stream)), worker(batch=second)])
+    error, _ = fails(engines.threads, job, ValueError, "generator already executing")
+    assert error.__notes__ == ["Raised by worker 1, for its gradient 0."]
 
 
 def test_a_lock_lets_workers_share_a_stream(engine):
@@ -456,10 +435,7 @@ def test_a_lock_lets_workers_share_a_stream(engine):
         with lock:
             return next(stream)
 
-    make = lambda: engines.Worker(  # noqa: E731
-        lambda params, x: (x, jnp.ones_like(params)), lambda _: draw()
-    )
-    pushes = list_all(engine, make_job([make(), make()], 100))
+    pushes = list_all(engine, make_job([drawing(draw), drawing(draw)], 100))
     assert sorted(push.loss for push in pushes) == [*range(30)]
 
 
@@ -467,16 +443,14 @@ def test_a_lock_lets_workers_share_a_stream(engine):
 
 
 def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
-    tx = gx.conditional_accumulator(optax.sgd(1.0), 3)
-    job = make_job([engines.Worker(ones)] * 2, 20, tx, 2)
+    job = make_job(2, 20, gx.conditional_accumulator(SGD, 3), 2)
     match = "^required=2: all 2 workers have pushed .* num_required"
     with engine(job) as run:
         assert [next(run.pushes).worker for _ in range(2)] in ([0, 1], [1, 0])
         with pytest.raises(ValueError, match=match):
             next(run.pushes)
     # With a third worker there are enough.
-    job = job._replace(workers=[engines.Worker(ones)] * 3)
-    assert len(list_all(engine, job)) == 20
+    assert len(list_all(engine, job._replace(workers=[worker()] * 3))) == 20
 
 
 # What the server is told.
@@ -487,13 +461,10 @@ def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path
         loss, grads = ones(params)
         return loss, grads * jnp.where(params <= -3, jnp.nan, 1.0)
 
-    job = make_job([engines.Worker(ones), engines.Worker(spoiled)], 100)
-    with (
-        pytest.raises(ValueError, match="grads must be finite") as raised,
-        engine(job._replace(require_finite=True), checkpoint=tmp_path) as run,
-    ):
-        list(run.pushes)
-    assert raised.value.__notes__[0].startswith("Raised by worker 1, for its gradient")
+    job = make_job([worker(), worker(spoiled)], 100)
+    finite, match = job._replace(require_finite=True), "grads must be finite"
+    error, _ = fails(engine, finite, ValueError, match, checkpoint=tmp_path)
+    assert error.__notes__[0].startswith("Raised by worker 1, for its gradient")
     with engine(job, checkpoint=tmp_path) as run:
         assert run.resumed == -run.server.state()["params"] >= 3
         list(run.pushes)
@@ -501,9 +472,7 @@ def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path
 
 
 def test_apply_if_finite_lets_the_others_go_on(engine):
-    spoiled = engines.Worker(lambda params: (0.0, params * jnp.nan))
-    tx = gx.drop_stale(optax.apply_if_finite(optax.sgd(1.0), 10**6), 10**6)
-    with engine(make_job([engines.Worker(ones), spoiled], 100, tx)) as run:
-        pushes = list(run.pushes)
-        params = run.server.state()["params"]
-    assert params == -by_worker(pushes)[0] < 0
+    spoiled = worker(lambda params: (0.0, params * jnp.nan))
+    tx = gx.drop_stale(optax.apply_if_finite(SGD, 10**6), 10**6)
+    pushes, state, _ = ended(engine, make_job([worker(), spoiled], 100, tx))
+    assert state["params"] == -by_worker(pushes)[0] < 0

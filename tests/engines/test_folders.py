@@ -33,16 +33,32 @@ from gradxform._server import core, folder
 from gradxform._server import store as stores
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.transport import Transport
-from tests.engines.test_recovery import bits, ended, make_job, steps_in
+from tests.engines.jobs import (
+    bits,
+    ended,
+    fails,
+    list_all,
+    make_job,
+    steps_in,
+    told,
+    training,
+    worker,
+)
+
+
+def every(steps, directory, **options):
+    return engines.Checkpoint(directory, steps, None, **options)
 
 
 def save(directory, pushes=20, **options):
     """Makes a run with checkpoints at 10 and 20 pushes; returns what ``ended`` does."""
-    checkpoint = engines.Checkpoint(
-        directory, every_steps=10, every_seconds=None, **options
-    )
-    job = make_job(pushes, required=1, count=1)
-    return ended(engines.simulated, job, checkpoint=checkpoint)
+    job = training(pushes, required=1, count=1)
+    return ended(engines.simulated, job, checkpoint=every(10, directory, **options))
+
+
+def resumed(directory, job):
+    """Where the job goes on, to its end."""
+    return ended(engines.simulated, job, checkpoint=directory)[2].resumed
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +86,9 @@ def files_in(directory):
     }
 
 
-def told(caplog):
-    """What the library has logged; orbax logs, too."""
-    return [x.getMessage() for x in caplog.records if x.name == "gradxform"]
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr(folder, "PATIENCE", 0.2)
 
 
 # Two at once.
@@ -81,14 +97,11 @@ def told(caplog):
 @pytest.mark.slow
 def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
     """orbax's managers share what they use to write in the background."""
-    ends = {}
+    ends, job = {}, training(60, seconds=0.0)
 
     def run(index):
         checkpoint = engines.Checkpoint(tmp_path / f"{index}", every_steps=1)
-        _, state, run = ended(
-            engines.threads, make_job(60, seconds=0.0), checkpoint=checkpoint
-        )
-        ends[index] = state, run.counts()
+        ends[index] = ended(engines.threads, job, checkpoint=checkpoint)[1:]
 
     threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -96,25 +109,24 @@ def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
     for thread in threads:
         thread.join()
     assert not told(caplog)
-    for index in range(4):
-        state, counts = ends[index]
-        assert counts.pushed == 60 == max(steps_in(tmp_path / f"{index}"))
-        again = ended(engines.simulated, make_job(60), checkpoint=tmp_path / f"{index}")
+    for index, (state, run) in ends.items():
+        where = tmp_path / f"{index}"
+        assert run.counts().pushed == 60 == max(steps_in(where))
+        again = ended(engines.simulated, training(60), checkpoint=where)
         assert bits(again[1]) == bits(state)
 
 
-def test_two_runs_of_a_process_on_one_folder(engine, tmp_path, monkeypatch):
+def test_two_runs_of_a_process_on_one_folder(engine, tmp_path, impatient):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "run")
-    monkeypatch.setattr(folder, "PATIENCE", 0.2)
-    with engine(make_job(30), checkpoint=tmp_path / "run") as run:
+    with engine(training(30), checkpoint=tmp_path / "run") as run:
         first = [next(run.pushes) for _ in range(9)]
-        with pytest.raises(OSError, match=rf"process {os.getpid()} on .*link:"):
-            ended(engine, make_job(30), checkpoint=link)
+        match = rf"process {os.getpid()} on .*link:"
+        fails(engine, training(30), OSError, match, checkpoint=link)
         rest = [*run.pushes]
     assert len(first) + len(rest) == 30
     assert [*steps_in(link)] == [30]
-    assert ended(engine, make_job(31), checkpoint=link)[2].resumed is not None
+    assert ended(engine, training(31), checkpoint=link)[2].resumed is not None
 
 
 HOLDER = """
@@ -135,31 +147,23 @@ def holder(directory):
 
 @pytest.mark.slow
 def test_two_processes_on_one_folder(saved, tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "PATIENCE", 0.2)
     before = files_in(tmp_path)
     half = tmp_path / "30.orbax-checkpoint-tmp"  # The other one is writing this.
     half.mkdir()
     with holder(tmp_path) as other:
         assert other.stdout.readline() == b"taken\n"
-        with pytest.raises(
-            OSError, match=rf"process {other.pid} on .* saves itself in"
-        ):
-            save(tmp_path, pushes=30)
+        says = rf"process {other.pid} on .* saves itself in"
+        with monkeypatch.context() as patch:
+            patch.setattr(folder, "PATIENCE", 0.2)
+            with pytest.raises(OSError, match=says):
+                save(tmp_path, pushes=30)
         assert half.exists()
         assert files_in(tmp_path) == before
-        other.kill()  # Its end releases the folder.
-    save(tmp_path, pushes=30)
+        # A run waits for a folder that is about to be free: its end releases it.
+        threading.Timer(0.3, other.kill).start()
+        save(tmp_path, pushes=30)
     assert max(steps_in(tmp_path)) == 30
     assert not half.exists()
-
-
-@pytest.mark.slow
-def test_a_run_waits_for_a_folder_that_is_about_to_be_free(tmp_path):
-    with holder(tmp_path) as other:
-        assert other.stdout.readline() == b"taken\n"
-        threading.Timer(0.3, other.stdin.close).start()
-        save(tmp_path)
-    assert max(steps_in(tmp_path)) == 20
 
 
 def refused(directory):
@@ -173,7 +177,7 @@ def refused(directory):
 def test_a_copy_of_the_folder_inside_of_the_loop_leaves_it_locked(tmp_path):
     """A process that closes a file loses all POSIX locks that it has on it."""
     directory = tmp_path / "run"
-    with engines.simulated(make_job(30), checkpoint=directory) as run:
+    with engines.simulated(training(30), checkpoint=directory) as run:
         next(run.pushes)
         shutil.copytree(directory, tmp_path / "copy")
         assert refused(directory)
@@ -192,8 +196,7 @@ os._exit(0)
 
 
 @pytest.mark.slow
-def test_a_child_does_not_hold_the_folder_of_a_dead_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+def test_a_child_does_not_hold_the_folder_of_a_dead_process(tmp_path, impatient):
     code = [sys.executable, "-c", ORPHAN, folder.__file__, str(tmp_path)]
     with subprocess.Popen(
         code, stdout=subprocess.PIPE, start_new_session=True
@@ -254,9 +257,10 @@ def test_a_file_system_that_cannot_lock_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:flock not supported")
-def test_without_locks_a_dead_host_leaves_a_file_that_is_named(tmp_path, monkeypatch):
+def test_without_locks_a_dead_host_leaves_a_file_that_is_named(
+    tmp_path, monkeypatch, impatient
+):
     """Only the same host knows that a process of it has died."""
-    monkeypatch.setattr(folder, "PATIENCE", 0.2)
     flockless(monkeypatch, errno.ENOSYS)
     first = folder.Folder(str(tmp_path))
     first.take()
@@ -274,75 +278,7 @@ def test_without_locks_a_dead_host_leaves_a_file_that_is_named(tmp_path, monkeyp
     folder.Folder(str(tmp_path)).take()
 
 
-def remove(directory, tmp_path):
-    # A new folder may get its inode. Workers on threads may have had one more written.
-    with contextlib.suppress(OSError):
-        shutil.rmtree(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-
-
-def move(directory, tmp_path):
-    directory.rename(tmp_path / "moved")
-
-
-def next_checkpoint(run, directory):
-    before = steps_in(directory)
-    while steps_in(directory).keys() <= before.keys():
-        next(run.pushes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("change", [remove, move])
-def test_a_folder_that_vanishes_during_a_run_gets_no_more(
-    engine, change, tmp_path, caplog
-):
-    directory, gone = tmp_path / "run", "run was deleted or moved during the run"
-    checkpoint = engines.Checkpoint(directory, 5, None, max_to_keep=None)
-
-    def train():
-        with engine(make_job(10**6), checkpoint=checkpoint) as run:
-            next_checkpoint(run, directory)
-            run.server.flush()  # Nothing is being written.
-            change(directory, tmp_path)
-            while not any(gone in line for line in told(caplog)):
-                next(run.pushes)
-            save(directory, pushes=10)  # Another run may begin there.
-            run.stop()
-
-    with pytest.raises(OSError, match=r"run/gradxform\.owner names another run"):
-        train()
-    assert max(steps_in(directory)) == 10
-
-
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
-        (None, "gradxform.owner is missing or empty"),
-        (b"", "gradxform.owner is missing or empty"),
-        (b"\xff\xfe\x00", "gradxform.owner names another run, or was changed"),
-    ],
-)
-def test_a_file_of_the_owner_that_has_changed_is_named(content, says, tmp_path, caplog):
-    checkpoint = engines.Checkpoint(tmp_path, every_steps=5, every_seconds=None)
-
-    def train():
-        with engines.simulated(make_job(30), checkpoint=checkpoint) as run:
-            next_checkpoint(run, tmp_path)
-            (tmp_path / "gradxform.owner").unlink()
-            if content is not None:
-                (tmp_path / "gradxform.owner").write_bytes(content)
-            list(run.pushes)
-
-    with pytest.raises(OSError, match=says):
-        train()
-    assert any(says in line for line in told(caplog))
-    save(tmp_path / "other")  # A second run in a folder with such a file.
-    (tmp_path / "other" / "gradxform.owner").write_bytes(content or b"")
-    save(tmp_path / "other", pushes=21)
-
-
-def test_who_has_the_folder_is_named_whatever_the_file_holds(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "PATIENCE", 0.2)
+def test_who_has_the_folder_is_named_whatever_the_file_holds(tmp_path, impatient):
     first = folder.Folder(str(tmp_path))
     first.take()
     (tmp_path / "gradxform.owner").write_bytes(b"\xff\xfe")
@@ -351,28 +287,86 @@ def test_who_has_the_folder_is_named_whatever_the_file_holds(tmp_path, monkeypat
     first.release()
 
 
-# A server that has died, and its folder with it.
+# What may happen to a folder, while its run goes on or while its server is dead.
 
 
-def forget_checkpoints(directory, tmp_path):
+def remove(directory):
+    # A new folder may get its inode. Workers on threads may have had one more written.
+    with contextlib.suppress(OSError):
+        shutil.rmtree(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+def move(directory):
+    directory.rename(directory.with_name("moved"))
+
+
+def clear(directory):
+    remove(directory)
+    directory.mkdir()
+
+
+def exchange(directory):
+    """As if another disk were mounted there, which holds a run of the same job."""
+    move(directory)
+    save(directory, pushes=10)
+
+
+def forget_checkpoints(directory):
     for where in directory.iterdir():
         if where.name.isdigit():
             shutil.rmtree(where)
 
 
-def clear(directory, tmp_path):
-    shutil.rmtree(directory)
-    directory.mkdir()
+def owned_by(content):
+    def change(directory):
+        (directory / "gradxform.owner").write_bytes(content)
+
+    return change
 
 
-def exchange(directory, tmp_path):
-    """As if another disk were mounted there, which holds a run of the same job."""
-    directory.rename(tmp_path / "moved")
-    save(directory, pushes=10)
+CHANGES = {
+    remove: "run was deleted or moved during the run",
+    move: "run was deleted or moved during the run",
+    clear: "gradxform.owner is missing or empty",
+    exchange: "gradxform.owner names another run",
+    owned_by(b""): "gradxform.owner is missing or empty",
+    owned_by(b"\xff\xfe\x00"): "gradxform.owner names another run, or was changed",
+    forget_checkpoints: "run has no checkpoint left",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [*CHANGES][:-1])
+def test_a_folder_that_changes_during_a_run_gets_no_more(change, tmp_path, caplog):
+    directory = tmp_path / "run"
+    # Half of the cases for each engine.
+    engine = (engines.simulated, engines.threads)[[*CHANGES].index(change) % 2]
+
+    def go():
+        checkpoint = every(5, directory, max_to_keep=None)
+        with engine(training(10**6), checkpoint=checkpoint) as run:
+            while not steps_in(directory):
+                next(run.pushes)
+            run.server.flush()  # Nothing is being written.
+            change(directory)
+            while not any(CHANGES[change] in line for line in told(caplog)):
+                next(run.pushes)
+            if change in (remove, move):
+                save(directory, pushes=10)  # Another run may begin there.
+            run.stop()
+
+    says = CHANGES[exchange if change in (remove, move) else change]
+    with pytest.raises(OSError, match=says):
+        go()
+    if change in (remove, move, exchange):
+        assert max(steps_in(directory)) == 10
+    else:  # A second run may begin in a folder with such a file.
+        assert (resumed(directory, training(1)) is None) == (change is clear)
 
 
 def recoverable():
-    job = make_job(10**6, required=1, count=1)
+    job = training(10**6, required=1, count=1)
     core_ = core.of_one_process(job.params, job.tx)
     return functools.partial(RecoverableServer, Transport(core_))
 
@@ -383,20 +377,11 @@ def push(server, times):
         server.push(jax.tree.map(jnp.ones_like, params), step, push_id=(0, step))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (remove, "run was deleted or moved during the run"),
-        (move, "run was deleted or moved during the run"),
-        (clear, "gradxform.owner is missing or empty"),
-        (exchange, "gradxform.owner names another run"),
-        (forget_checkpoints, "run has no checkpoint left"),
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("resumed", [False, True])
-def test_a_server_that_has_died_does_not_begin_anew(change, says, resumed, tmp_path):
+def test_a_server_that_has_died_does_not_begin_anew(change, resumed, tmp_path):
     directory = tmp_path / "run"
-    checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
+    checkpoint = every(5, directory)
     with recoverable()(checkpoint) as server:
         run = server.begin().run
         push(server, 6)
@@ -406,15 +391,14 @@ def test_a_server_that_has_died_does_not_begin_anew(change, says, resumed, tmp_p
         with recoverable()(checkpoint) as server:
             other, run = run, server.begin().run
         assert other != run
-    change(directory, tmp_path)
+    change(directory)
     before = files_in(tmp_path)
     with recoverable()(checkpoint) as server:
         for _ in range(2):
-            with pytest.raises(OSError, match=says):
+            with pytest.raises(OSError, match=CHANGES[change]):
                 server.begin(run)
     assert files_in(tmp_path) == before
-    if change in (remove, move):
-        assert not directory.exists()
+    assert directory.exists() == (change not in (remove, move))
     # The same call made again may begin there.
     with recoverable()(checkpoint) as server:
         server.begin()
@@ -424,7 +408,7 @@ def test_a_server_that_has_died_goes_on_in_its_folder(tmp_path):
     link = tmp_path / "link"
     (tmp_path / "run").mkdir()
     link.symlink_to(tmp_path / "run")
-    checkpoint = engines.Checkpoint(link, every_steps=5, every_seconds=None)
+    checkpoint = every(5, link)
     with recoverable()(checkpoint) as server:
         run = server.begin().run
         push(server, 3)  # Nothing is saved yet.
@@ -434,6 +418,11 @@ def test_a_server_that_has_died_goes_on_in_its_folder(tmp_path):
             assert (status.run, status.global_step) == (run, step)
             push(server, 6)
             server.flush()
+    move(tmp_path / "run")  # Then it does not begin anew.
+    gone = pytest.raises(OSError, match="was deleted or moved during the run")
+    with recoverable()(checkpoint) as server, gone:
+        server.begin(run)
+    assert not (tmp_path / "run").exists()
 
 
 # Broken ones.
@@ -502,17 +491,10 @@ def test_a_run_goes_on_from_the_newest_whole_one(change, saved, tmp_path, caplog
     # Nothing is lost: the broken one is kept aside, and its number is free.
     assert files_in(tmp_path / "20.broken") == broken
     assert {*steps_in(tmp_path)} == {10, 20}
-
-
-def test_a_broken_one_is_told_once(saved, tmp_path, caplog):
-    flip(tmp_path / "20")
-    save(tmp_path)
-    caplog.clear()
+    caplog.clear()  # It is told once.
     with caplog.at_level(logging.WARNING, "gradxform"):
         assert save(tmp_path, pushes=25)[2].resumed == 20
     assert not told(caplog)
-    with ocp.CheckpointManager(tmp_path) as manager:
-        assert manager.latest_step() == 25
 
 
 @pytest.mark.slow
@@ -530,22 +512,17 @@ def test_several_may_be_broken_and_again(tmp_path, caplog):
 
 
 def test_a_run_does_not_begin_without_a_whole_checkpoint(engine, saved, tmp_path):
-    garble(tmp_path / "10")
-    lose_state(tmp_path / "20")
-    before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/20 is not whole, .* no other"):
-        ended(engine, make_job(30), checkpoint=tmp_path)
-    assert files_in(tmp_path) == before
-
-
-def test_a_broken_one_is_no_reason_to_take_another_job_s(saved, tmp_path):
+    """Nor with another job's."""
     garble(tmp_path / "20")
-    job = make_job(30)
-    job = job._replace(params={**job.params, "w": jnp.zeros(9)})
-    before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=r"10 is of another job"):
-        ended(engines.simulated, job, checkpoint=tmp_path)
-    assert files_in(tmp_path) == before
+    job = training(30)
+    other = job._replace(params={**job.params, "w": jnp.zeros(9)})
+    no_other = rf"{tmp_path}/20 is not whole, .* no other"
+    for given, says in ((other, r"10 is of another job"), (job, no_other)):
+        before = files_in(tmp_path)
+        fails(engine, given, ValueError, says, checkpoint=tmp_path)
+        assert files_in(tmp_path) == before
+        if given is other:
+            lose_state(tmp_path / "10")
 
 
 def test_one_without_checksums_as_of_a_full_disk_is_read(saved, tmp_path):
@@ -556,22 +533,19 @@ def test_one_without_checksums_as_of_a_full_disk_is_read(saved, tmp_path):
 # Whole ones that cannot be read now.
 
 
+READS = (folder.zlib, "crc32"), (pathlib.Path, "read_bytes")
+RESTORE = ocp.CheckpointManager, "restore"
+
+
 @pytest.mark.parametrize(
-    ("owner", "name"),
+    ("owner", "name", "error"),
     [
-        (folder.zlib, "crc32"),
-        (pathlib.Path, "read_bytes"),
-        (ocp.CheckpointManager, "restore"),
-    ],
-)
-@pytest.mark.parametrize(
-    "error",
-    [
-        MemoryError("no memory"),
-        NO_DESCRIPTOR,
-        jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory"),
-        ValueError("RESOURCE_EXHAUSTED: too many open files [tensorstore]"),
-        TimeoutError("an alarm's handler raises it wherever the program is"),
+        (*READS[0], MemoryError("no memory")),
+        (*READS[1], NO_DESCRIPTOR),
+        (*READS[0], TimeoutError("an alarm's handler raises it anywhere")),
+        (*RESTORE, jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")),
+        (*RESTORE, ValueError("RESOURCE_EXHAUSTED: too many open files [tensorstore]")),
+        (*RESTORE, TimeoutError("an alarm's handler raises it anywhere")),
     ],
     ids=lambda x: type(x).__name__,
 )
@@ -636,7 +610,7 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     checkpoint = engines.Checkpoint(directory, 10, None, max_to_keep=2)
 
     def train(pushes):
-        job = make_job(pushes, required=1, count=1)
+        job = training(pushes, required=1, count=1)
         with engine(job, checkpoint=checkpoint) as run:
             for _ in run.pushes:
                 run.server.flush()
@@ -770,11 +744,11 @@ def test_a_broken_checkpoint_takes_the_name_of_no_link(saved, tmp_path, caplog):
 
 
 X, Y = np.arange(3, dtype=np.float32), 10 + np.arange(3, dtype=np.float32)
+of_norm = jax.jit(jax.value_and_grad(lambda p: optax.tree.norm(p, squared=True)))
 
 
-def job_of(params, tx):
-    gradient = jax.jit(jax.value_and_grad(lambda p: optax.tree.norm(p, squared=True)))
-    return engines.Job(params, tx, [engines.Worker(gradient)], 3)
+def job_of(params, tx, gradient=of_norm):
+    return make_job([worker(gradient)], 3, tx, params=params)
 
 
 @pytest.mark.parametrize(
@@ -798,22 +772,22 @@ def test_nodes_without_arrays_belong_to_a_job(
         else job_of({"w": X, **given}, optax.sgd(0.1))
         for given in (one, other)
     )
-    ended(engines.simulated, first, checkpoint=tmp_path)
+    resumed(tmp_path, first)
     before = files_in(tmp_path)
     if where is None:
-        assert ended(engines.simulated, second, checkpoint=tmp_path)[2].resumed == 3
+        assert resumed(tmp_path, second) == 3
         return
     match = re.escape(f"{tmp_path}/3 is of another job. At {where}")
-    with pytest.raises(ValueError, match=match):
-        ended(engines.simulated, second, checkpoint=tmp_path)
+    fails(engines.simulated, second, ValueError, match, checkpoint=tmp_path)
     assert files_in(tmp_path) == before
-    assert ended(engines.simulated, first, checkpoint=tmp_path)[2].resumed == 3
+    assert resumed(tmp_path, first) == 3
 
 
 def with_state(state):
     return optax.GradientTransformation(lambda _: state, lambda u, s, p=None: (u, s))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("params", "state", "one", "other"),
     [
@@ -824,15 +798,15 @@ def with_state(state):
     ],
 )
 def test_arrays_that_orbax_cannot_tell_apart_are_refused_at_once(
-    engine, params, state, one, other, tmp_path
+    params, state, one, other, tmp_path
 ):
     job, directory = job_of(params, with_state(state)), tmp_path / "run"
-    with pytest.raises(ValueError, match="under the one name") as raised:
-        ended(engine, job, checkpoint=directory)
-    assert one in str(raised.value)
-    assert other in str(raised.value)
+    match = "under the one name"
+    error, _ = fails(engines.simulated, job, ValueError, match, checkpoint=directory)
+    assert one in str(error)
+    assert other in str(error)
     assert not directory.exists()
-    assert ended(engine, job)[2].counts().pushed == 3  # Nothing is saved.
+    assert len(list_all(engines.simulated, job)) == 3  # Nothing is saved.
 
 
 def saves(x, directory):
@@ -849,45 +823,30 @@ def saves(x, directory):
     return True
 
 
-SAVED = ["bool", "int8", "uint8", "bfloat16", "float8_e4m3fn", "complex64"]
-UNSAVED = ["uint4", "float8_e4m3"]
+EMPTY = np.zeros((0, 3), np.float32), np.zeros((3, 0), np.int32)
+NAMES = "bool", "int8", "uint8", "bfloat16", "float8_e4m3fn", "complex64"
+NAMES += "uint4", "float8_e4m3"  # Which it cannot save.
+ARRAYS = [*EMPTY, *(np.zeros(2, jnp.dtype(name)) for name in NAMES)]
+ARRAYS += [np.zeros((1, 1), np.float32), np.float32(0.0)]
+ARRAYS += [jax.random.key(0), jax.random.split(jax.random.key(0), 0)]
 
 
-@pytest.mark.parametrize(
-    ("x", "is_saved"),
-    [
-        (np.zeros((0, 3), np.float32), False),
-        (np.zeros((3, 0), np.int32), False),
-        (np.zeros((1, 1), np.float32), True),
-        (np.float32(0.0), True),
-        *((np.zeros(2, jnp.dtype(name)), True) for name in SAVED),
-        *((np.zeros(2, jnp.dtype(name)), False) for name in UNSAVED),
-        (jax.random.key(0), True),
-        (jax.random.split(jax.random.key(0), 0), False),
-    ],
-    ids=lambda x: f"{x.dtype}{x.shape}" if hasattr(x, "dtype") else str(x),
-)
-@pytest.mark.parametrize("where", ["params", "state"])
-def test_an_array_that_orbax_cannot_save_is_refused_at_once(
-    where, x, is_saved, tmp_path
-):
+@pytest.mark.parametrize("number", range(len(ARRAYS)))
+def test_an_array_that_orbax_cannot_save_is_refused_at_once(number, tmp_path):
     """Orbax alone says which ones it saves."""
-    assert is_saved == saves(jax.device_put(x), tmp_path / "alone")
-    of_params = where == "params"
-    params = {"w": jnp.asarray(X)} | ({"x": jax.device_put(x)} if of_params else {})
-    state = {} if of_params else {"x": jax.device_put(x)}
+    x = jax.device_put(ARRAYS[number])
+    where = ("params", "state")[number % 2]
+    params = {"w": jnp.asarray(X)} | ({"x": x} if where == "params" else {})
+    tx = with_state({"x": x} if where == "state" else {})
     none = dict.fromkeys(params) | {"w": X}
-    worker = engines.Worker(lambda _: (0.0, none))
-    job, directory = engines.Job(params, with_state(state), [worker], 3), tmp_path / "r"
-    if is_saved:
-        assert ended(engines.simulated, job, checkpoint=directory)[2].resumed is None
-        assert ended(engines.simulated, job, checkpoint=directory)[2].resumed == 3
+    job, directory = job_of(params, tx, lambda _: (0.0, none)), tmp_path / "run"
+    if saves(x, tmp_path / "alone"):
+        assert [resumed(directory, job) for _ in range(2)] == [None, 3]
         return
-    shown = rf"'{where}'.*'x'\], of (shape|dtype) "
-    with pytest.raises(ValueError, match=f"orbax cannot save .*{shown}"):
-        ended(engines.simulated, job, checkpoint=directory)
+    match = rf"orbax cannot save .*'{where}'.*'x'\], of (shape|dtype) "
+    fails(engines.simulated, job, ValueError, match, checkpoint=directory)
     assert not directory.exists()
-    assert ended(engines.simulated, job)[2].counts().pushed == 3  # Nothing is saved.
+    assert len(list_all(engines.simulated, job)) == 3  # Nothing is saved.
 
 
 # No memory.
@@ -900,7 +859,7 @@ def test_a_snapshot_without_memory_costs_one_checkpoint(
     engine, error, tmp_path, monkeypatch, caplog
 ):
     """The push that it belongs to has acted: it gets its answer."""
-    job = make_job(30, required=1, count=1)
+    job = training(30, required=1, count=1)
     checkpoint = engines.Checkpoint(tmp_path, 10, None, max_to_keep=None)
     state, pushes = core.Core.state, []
 
@@ -930,7 +889,7 @@ def test_a_checkpoint_needs_no_new_thread(tmp_path, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    job = make_job(20, required=1, count=1)
+    job = training(20, required=1, count=1)
     checkpoint = engines.Checkpoint(tmp_path, 10, None)
     with engines.simulated(job, checkpoint=checkpoint) as run:
         for _ in range(9):
@@ -960,33 +919,37 @@ def test_after_a_snapshot_without_memory_the_next_one_is_not_at_once(caplog):
 # Files of others.
 
 
-def test_a_folder_with_a_year_in_it_is_refused(tmp_path):
-    (tmp_path / "2024").mkdir()
-    (tmp_path / "2024" / "january.csv").write_text("1,2,3")
-    before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/2024 is no checkpoint of a run"):
-        save(tmp_path)
-    assert files_in(tmp_path) == before
-    (tmp_path / "2024").rename(tmp_path / "year")
-    save(tmp_path)
-    (tmp_path / "15").write_text("a file")
-    with pytest.raises(ValueError, match="15 is no checkpoint of a run"):
-        save(tmp_path)
-    (tmp_path / "15").unlink()
-    assert files_in(tmp_path / "year") == {"january.csv": b"1,2,3"}
-    assert save(tmp_path)[2].resumed == 20
+def a_year(directory):
+    (directory / "2024").mkdir()
+    (directory / "2024" / "january.csv").write_text("1,2,3")
+    return "2024 is no checkpoint of a run"
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_checkpoints_of_another_program_are_refused(named, tmp_path):
-    with ocp.CheckpointManager(tmp_path) as manager:
+def a_file(directory):
+    save(directory)
+    (directory / "15").write_text("a file")
+    return "15 is no checkpoint of a run"
+
+
+def of_orbax(directory, named=False):
+    with ocp.CheckpointManager(directory) as manager:
         args = ocp.args.StandardSave({"w": np.arange(3.0)})
         manager.save(7, args=ocp.args.Composite(state=args) if named else args)
         manager.wait_until_finished()
+    return "7 is no"
+
+
+@pytest.mark.parametrize(
+    "foreign", [a_year, a_file, of_orbax, functools.partial(of_orbax, named=True)]
+)
+def test_a_folder_with_something_of_another_program_is_refused(foreign, tmp_path):
+    says = foreign(tmp_path)
     before = files_in(tmp_path)
-    with pytest.raises(ValueError, match=rf"{tmp_path}/7 is no"):
+    with pytest.raises(ValueError, match=f"{tmp_path}/{says}"):
         save(tmp_path)
     assert files_in(tmp_path) == before
+    (tmp_path / says.split()[0]).rename(tmp_path / "kept")
+    assert save(tmp_path)[2].resumed == (20 if foreign is a_file else None)
 
 
 # A full disk.
@@ -1005,8 +968,7 @@ def settled(path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
-    gradient = jax.jit(jax.value_and_grad(lambda p: jnp.sum(p["w"] ** 2)))
-    job = engines.Job(params, optax.sgd(0.01), [engines.Worker(gradient)], 5)
+    job = make_job([worker(of_norm)], 5, optax.sgd(0.01), params=params)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     again = tmp_path / "2.orbax-checkpoint-tmp" / "state.orbax-checkpoint-tmp"
@@ -1038,34 +1000,35 @@ def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
 def test_a_directory_is_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
+    job = training(3)
     for given, where in (
         (b"bytes", tmp_path / "bytes"),
         ("~/runs", tmp_path / "home" / "runs"),
         (pathlib.Path("~") / "path", tmp_path / "home" / "path"),
         (".", tmp_path),
     ):
-        ended(engines.simulated, make_job(3), checkpoint=given)
+        ended(engines.simulated, job, checkpoint=given)
         assert [*steps_in(where)] == [3]
-    for given in ("", b""):
-        with pytest.raises(ValueError, match=r"^checkpoint must be a path, got b?''"):
-            ended(engines.simulated, make_job(3), checkpoint=given)
-    for given in (False, 3, engines.Checkpoint(None)):
-        with pytest.raises(TypeError, match=r"^checkpoint must be a path, got"):
-            ended(engines.simulated, make_job(3), checkpoint=given)
+    no_path = r"^checkpoint must be a path, got"
+    for given, error, says in (
+        *((x, ValueError, no_path + r" b?''") for x in ("", b"")),
+        *((x, TypeError, no_path) for x in (False, 3, engines.Checkpoint(None))),
+    ):
+        fails(engines.simulated, job, error, says, checkpoint=given)
 
 
 @pytest.mark.slow
 def test_a_warning_names_changed_settings(tmp_path, caplog):
     engine = engines.simulated
     first = engines.Checkpoint(tmp_path, settings={"seed": 0, "sizes": (1, 2)})
-    ended(engine, make_job(10), checkpoint=first)
+    ended(engine, training(10), checkpoint=first)
     with caplog.at_level(logging.WARNING, "gradxform"):
-        ended(engine, make_job(12), checkpoint=first)
+        ended(engine, training(12), checkpoint=first)
         assert not told(caplog)
         other = first._replace(settings={"seed": 1, "sizes": [1, 2], "more": True})
-        ended(engine, make_job(14), checkpoint=other)
-        ended(engine, make_job(16), checkpoint=other)
-        ended(engine, make_job(18), checkpoint=tmp_path)  # This one has no settings.
+        ended(engine, training(14), checkpoint=other)
+        ended(engine, training(16), checkpoint=other)
+        ended(engine, training(18), checkpoint=tmp_path)  # This one has no settings.
     assert told(caplog) == [
         f"checkpoint: {tmp_path}/12 has seed=0, and the run goes on with 1"
     ]
@@ -1073,26 +1036,35 @@ def test_a_warning_names_changed_settings(tmp_path, caplog):
     assert saved["settings"] == {"seed": 1, "sizes": [1, 2], "more": True}
 
 
-@pytest.mark.parametrize("levels", [5, 9, 40, 200])
-def test_settings_of_aliases_are_refused_at_once(levels, tmp_path):
+def of_aliases(levels):
     """As from a file of YAML with a line for each level."""
     value = 1.0
     for _ in range(levels):
         value = [value] * 9 if levels < 100 else [value]
-    checkpoint = engines.Checkpoint(tmp_path / "new", settings={"x": value, "y": value})
-    says = "nested more than 100 deep" if levels > 100 else "more than 100,000 entries"
-    with pytest.raises(ValueError, match=f"settings (has|is) {says}") as raised:
-        ended(engines.simulated, make_job(9), checkpoint=checkpoint)
-    assert len(str(raised.value)) < 500
-    assert not (tmp_path / "new").exists()
+    return {"x": value, "y": value}
 
 
+ENTRIES, JSON = "has more than 100,000 entries", "must be JSON values, got"
+
+
+@pytest.mark.every
 @pytest.mark.parametrize(
-    "settings", [{"seed": np.int32(3)}, 3, {(1, 2): 3}, {"x" * 10**6: np.int32(3)}]
+    ("settings", "error", "says", "most"),
+    [
+        *((of_aliases(n), ValueError, ENTRIES, 500) for n in (5, 9, 40)),
+        (of_aliases(200), ValueError, "is nested more than 100 deep", 500),
+        ({"seed": np.int32(3)}, TypeError, JSON, 1200),
+        (3, TypeError, JSON, 1200),
+        ({(1, 2): 3}, TypeError, JSON, 1200),
+        ({"x" * 10**6: np.int32(3)}, TypeError, JSON, 1200),
+    ],
+    ids=range(8),
 )
-def test_settings_are_json_values(settings, tmp_path):
-    checkpoint = engines.Checkpoint(tmp_path / "new", settings=settings)
-    with pytest.raises(TypeError, match=r"settings must be JSON values, got") as raised:
-        ended(engines.simulated, make_job(3), checkpoint=checkpoint)
-    assert len(str(raised.value)) < 1200
+def test_settings_that_are_no_json_or_too_many_are_refused_at_once(
+    settings, error, says, most, tmp_path
+):
+    given = engines.Checkpoint(tmp_path / "new", settings=settings)
+    match = f"settings {says}"
+    raised, _ = fails(engines.simulated, training(9), error, match, checkpoint=given)
+    assert len(str(raised)) < most
     assert not (tmp_path / "new").exists()

@@ -1,7 +1,7 @@
 """Rules that let workers wait, against an event simulation in plain Python.
 
 The simulation below shares no code with the package. Each rule is restated in it as its
-source has it: Petuum's vector clock, AReaL's counts, and for the bound all answers that
+source has it: Petuum's clocks, AReaL's counts, and for the bound all answers that
 may come before the oldest gradient are played through.
 """
 
@@ -21,6 +21,18 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform.engines import _pacing, _simulated
+from gradxform.engines._work import ServerDiedError
+from tests.engines.jobs import (
+    SGD,
+    assert_in_order,
+    by_worker,
+    ended,
+    fails,
+    list_all,
+    steps_in,
+)
+from tests.engines.jobs import worker as make_worker
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 
@@ -82,6 +94,16 @@ class Simulation:
         self.there.remove(worker)
         self.free.pop(worker, None)
 
+    def resume(self):
+        """Gradients under way are begun anew, and the clock starts again."""
+        self.now, self.begun = 0.0, self.accepted
+        self.under_way, self.events = {}, []
+        self.free = dict.fromkeys(self.there, 0.0)
+        known = [self.ticks[w] for w in self.there if self.numbers[w]]
+        for each in self.there:
+            if not self.numbers[each]:  # As if it joined.
+                self.ticks[each] = min(known)
+
     @property
     def clocks(self):
         """Those who are gone have none."""
@@ -130,27 +152,12 @@ class Simulation:
         )
 
 
-class VectorClock:
-    """Petuum's: it moves its least clock only when the last one of the least ticks."""
-
-    def __init__(self, workers):
-        self.clocks, self.least = dict.fromkeys(workers, 0), 0
-
-    def tick(self, worker):
-        alone = [w for w, c in self.clocks.items() if c == self.least] == [worker]
-        self.clocks[worker] += 1
-        self.least += alone
-
-
 def stale_synchronous(slack):
-    """A read at clock c needs all writes up to clock max(0, c - slack)."""
+    """A read at clock c needs all writes of all workers up to clock c - slack."""
 
     def rule(simulation, worker):
-        vector = VectorClock(simulation.clocks)
-        for each, count in simulation.clocks.items():
-            for _ in range(count):
-                vector.tick(each)
-        return vector.least >= max(0, simulation.clocks[worker] - slack)
+        needed = range(simulation.clocks[worker] - slack)
+        return all(simulation.clocks[w] > n for w in simulation.there for n in needed)
 
     return rule
 
@@ -186,23 +193,6 @@ def admission(bound, concurrent):
     return rule
 
 
-def own(simulation, worker):
-    """A rule that looks at everything."""
-    running = simulation.under_way.values()
-    mixed = worker + simulation.clocks[worker] + 2 * simulation.step
-    mixed += simulation.summed + simulation.accepted + len(running)
-    mixed += sum(g.local_step for g in running)
-    return not running or mixed % 3 > 0
-
-
-def own_of_a_user(progress):
-    """The same for the package."""
-    mixed = progress.worker + progress.clocks[progress.worker]
-    mixed += 2 * progress.global_step + progress.accumulated + progress.started
-    mixed += sum(progress.local_steps)
-    return not progress.local_steps or mixed % 3 > 0
-
-
 def rules(batch):
     """Pairs: the simulation's rule, and the package's."""
     for slack in (0, 1, 4):
@@ -214,7 +204,6 @@ def rules(batch):
             admission(bound, concurrent),
             engines.admission(bound, concurrent, batch),
         )
-    yield own, own_of_a_user
     yield (lambda simulation, worker: True), None
 
 
@@ -271,20 +260,17 @@ def gradient(params, *batch):
     return np.float32(0), np.ones((), np.float32)
 
 
-def stepping(batch):
-    """A transformation that makes a step of ``batch`` pushes, however late they are."""
-    return optax.sgd(1.0) if batch == 1 else gx.accumulate(optax.sgd(1.0), batch)
-
-
 def worker_of(index, seconds):
     return engines.Worker(gradient, duration=lambda n: seconds(index, n))
 
 
 def make_job(workers, seconds, pushes, batch=1, pace=None, **more):
+    """Each step takes ``batch`` pushes, however late they are."""
+    if not callable(seconds):  # One number for each worker.
+        workers, seconds = len(seconds), lambda index, number, each=seconds: each[index]
     members = [worker_of(index, seconds) for index in range(workers)]
-    return engines.Job(
-        jnp.zeros(()), stepping(batch), members, pushes, pace=pace, **more
-    )
+    tx = SGD if batch == 1 else gx.accumulate(SGD, batch)
+    return engines.Job(jnp.zeros(()), tx, members, pushes, pace=pace, **more)
 
 
 def answered(push):
@@ -311,15 +297,8 @@ def assert_closed(run):
     return counts
 
 
-def played(job, engine=engines.simulated):
-    """All pushes of a run, with the ledger checked at each."""
-    pushes, counts = played_on(job, None, engine)
-    assert len(pushes) == counts.pushed
-    return pushes, counts
-
-
-def played_on(job, folder, engine=engines.simulated):
-    """The same for a run that goes on from a checkpoint."""
+def played(job, folder=None, engine=engines.simulated):
+    """All pushes of a run, with the ledger checked at each, and the last counts."""
     with engine(job, checkpoint=folder) as run:
         pushes = []
         for push in run.pushes:
@@ -331,27 +310,38 @@ def played_on(job, folder, engine=engines.simulated):
 # The same pushes.
 
 
-def compared(workers, seconds, batch, theirs, ours, pushes):
-    """The pushes of both, if each push and each question to the rule is the same."""
-    asked, expected = [], []
+# The same pushes.
 
-    def recorded(progress):
-        may = ours(progress)
-        asked.append((plain(progress), bool(may)))
-        return may
 
-    def rule(simulation, worker):
-        may = theirs(simulation, worker)
-        expected.append((plain(view(simulation, worker)), may))
-        return may
+class Compared:
+    """A simulation and a job of the package, whose rules write down what they see."""
 
-    simulation = Simulation(workers, seconds, rule, batch)
-    done = list(simulation.run(pushes))
-    got, counts = played(make_job(workers, seconds, pushes, batch, ours and recorded))
-    assert [answered(push) for push in got] == done
-    assert asked == (expected if ours else [])
-    assert counts.started == simulation.begun
-    return done
+    def __init__(self, workers, seconds, batch, theirs, ours):
+        self.asked, self.expected = [], []
+
+        def recorded(progress):
+            may = ours(progress)
+            self.asked.append((plain(progress), bool(may)))
+            return may
+
+        def rule(simulation, index):
+            may = theirs(simulation, index)
+            self.expected.append((plain(view(simulation, index)), may))
+            return may
+
+        self.simulation = Simulation(workers, seconds, rule, batch)
+        self.job = make_job(workers, seconds, 1, batch, ours and recorded)
+
+    def run(self, pushes, folder=None):
+        """So many pushes of both, if each push and each question is the same."""
+        done = list(self.simulation.run(pushes))
+        goal = self.simulation.accepted
+        got, counts = played(self.job._replace(pushes=goal), folder)
+        assert [answered(push) for push in got] == done
+        assert self.asked == (self.expected if self.job.pace else [])
+        assert counts.accepted == goal
+        assert counts.started == self.simulation.begun
+        return done
 
 
 RULES = len(list(rules(1)))
@@ -363,11 +353,24 @@ RULES = len(list(rules(1)))
 def test_simulated_runs_as_the_event_simulation(number, batch):
     theirs, ours = list(rules(batch))[number]
     seconds = one_slow(4) if (number + batch) % 2 else long_tasks(number)
-    compared(4, seconds, batch, theirs, ours, 25)
+    Compared(4, seconds, batch, theirs, ours).run(25)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("number", [1, 4, 7])  # One of each kind.
+def test_a_resumed_run_goes_on_as_the_event_simulation(number, batch, tmp_path):
+    """It is stopped in the middle of a sum that holds late gradients.
+
+    In AReaL all of max_staleness batches were begun anew at once.
+    """
+    both = Compared(4, long_tasks(number), batch, *list(rules(batch))[number])
+    for pushes in (7, 23):
+        both.run(pushes, tmp_path)
+        both.simulation.resume()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(60))
 def test_simulated_runs_as_the_event_simulation_at_random(seed):
     rng = random.Random(seed)
     workers, batch = rng.randint(1, 12), rng.randint(1, 5)
@@ -382,22 +385,17 @@ def test_simulated_runs_as_the_event_simulation_at_random(seed):
         ]
     )
     choices = [one_slow(workers), long_tasks(seed), drawn(seed, workers)]
-    pushes = compared(workers, rng.choice(choices), batch, theirs, ours, 120)
+    both = Compared(workers, rng.choice(choices), batch, theirs, ours)
+    pushes = both.run(120)
     if (theirs, ours) == of_bound:
         assert max(push.staleness for push in pushes) <= bound
 
 
-def test_workers_that_join_and_leave_are_asked_as_in_the_event_simulation():
-    check_coming_and_going(0, 60)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(1, 40))
-def test_workers_that_join_and_leave_at_random(seed):
-    check_coming_and_going(seed, 150)
-
-
-def check_coming_and_going(seed, pushes):
+@pytest.mark.parametrize(
+    ("seed", "pushes"),
+    [(0, 60), *(pytest.param(s, 150, marks=pytest.mark.slow) for s in range(1, 16))],
+)
+def test_workers_that_join_and_leave_are_asked_as_in_the_event_simulation(seed, pushes):
     for theirs, ours in itertools.islice(rules(1), 0, RULES - 1, 1 + (seed == 0) * 2):
         rng = random.Random(seed)
         seconds = drawn(seed, 7)
@@ -420,14 +418,10 @@ def check_coming_and_going(seed, pushes):
 # The originals.
 
 
-def areal_cases():
-    return json.loads((GOLDEN / "areal.json").read_text())["cases"]
-
-
 def test_admission_decides_as_areal_does():
     """S: a start, A: accepted, R: rejected, V: the next version, 0-9: recovered."""
     decisions = 0
-    for case in areal_cases():
+    for case in json.loads((GOLDEN / "areal.json").read_text())["cases"]:
         settings = case["settings"]
         batch = settings["consumer_batch_size"]
         rule = engines.admission(
@@ -454,68 +448,6 @@ def test_admission_decides_as_areal_does():
     assert decisions >= 20_000
 
 
-# What went wrong elsewhere.
-
-
-def test_after_a_resume_no_more_begin_than_the_rule_allows(tmp_path):
-    """In AReaL all of max_staleness batches were begun anew at once.
-
-    There, too, what was accepted before counts: 7 pushes are 2 steps and one push in
-    the sum, so with S = 1 and B = 3 at most (1 + 2 + 1) 3 - 7 = 5 may begin.
-    """
-    asked, rule = [], engines.admission(1, 100, 3)
-
-    def recorded(progress):
-        asked.append((progress, rule(progress)))
-        return asked[-1][1]
-
-    job = make_job(12, lambda w, n: 1.0 + w / 64, 7, 3, recorded)
-    played_on(job, tmp_path)
-    asked.clear()
-    with engines.simulated(job._replace(pushes=40), checkpoint=tmp_path) as run:
-        next(run.pushes)
-        first, _ = asked[0]
-        assert (first.global_step, first.accumulated, first.started) == (2, 1, 7)
-        assert sum(may for _, may in asked) == 5
-        assert_closed(run)
-        list(run.pushes)
-    most = max(
-        progress.started + may - 3 * progress.global_step for progress, may in asked
-    )
-    assert most == 6
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_resumed_run_keeps_the_bound(batch, tmp_path):
-    """It is stopped in the middle of a sum that holds late gradients."""
-    rule = engines.bounded_staleness(2, batch)
-    for goal in (7, 17, 30):
-        job = make_job(6, long_tasks(goal), goal, batch, rule)
-        pushes, counts = played_on(job, tmp_path)
-        assert max(push.result.staleness for push in pushes) <= 2
-        assert counts.accepted == goal
-        shares = counts.by_worker
-        assert sum(share.accepted for share in shares.values()) == goal
-
-
-def test_after_a_resume_the_clocks_are_those_of_the_checkpoint(tmp_path):
-    """A worker that was ahead before is ahead still, and waits."""
-    job = make_job(2, one_slow(2), 12, 1, engines.stale_synchronous(3))
-    pushes, _ = played_on(job, tmp_path)
-    ahead = [push.worker for push in pushes].count(0)
-    asked, rule = [], engines.stale_synchronous(3)
-
-    def recorded(progress):
-        asked.append(dict(progress.clocks))
-        return rule(progress)
-
-    with engines.simulated(
-        job._replace(pace=recorded, pushes=13), checkpoint=tmp_path
-    ) as run:
-        assert [push.worker for push in run.pushes] == [1]
-    assert asked[0] == {0: ahead, 1: 12 - ahead}
-
-
 def test_gradients_that_are_given_up_leave_what_was_started():
     """Otherwise ``admission`` would run dry."""
     started = []
@@ -538,67 +470,147 @@ def test_gradients_that_are_given_up_leave_what_was_started():
 # Threads.
 
 
-def napping(seed, index, most):
+def napping(seed, index):
     """A gradient that sleeps a random while."""
     rng = random.Random(f"{seed} {index}")
 
     def nap(params, *batch):
-        time.sleep(rng.random() * most * (6 if index == 0 else 1))
+        time.sleep(rng.random() * 0.004 * (6 if index == 0 else 1))
         return gradient(params)
 
     return engines.Worker(nap)
 
 
-def threaded(seed, rule, batch=1, pushes=200, workers=6, most=0.004):
-    members = [napping(seed, index, most) for index in range(workers)]
-    return make_job(0, None, pushes, batch, rule)._replace(workers=members)
-
-
-def test_threads_keep_the_bound():
-    check_threads(0, 2, 1, 80)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("bound", "batch"), list(itertools.product((0, 1, 4, 9), (1, 3)))
+    ("bound", "batch", "pushes", "come_and_go"),
+    [
+        (2, 1, 80, 0.0),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((0, 3, 300, 0.0), (4, 1, 300, 0.0), (2, 1, 500, 0.1))
+        ),
+    ],
 )
-def test_threads_keep_the_bound_with_random_sleeps(bound, batch):
-    check_threads(bound + batch, bound, batch, 600)
-
-
-def check_threads(seed, bound, batch, pushes):
-    job = threaded(seed, engines.bounded_staleness(bound, batch), batch, pushes)
-    got, counts = played(job, engines.threads)
-    assert max(push.result.staleness for push in got) <= bound
-    assert counts.accepted == pushes
-    assert counts.dropped == counts.lost == counts.given_up == 0
-    for index in range(6):
-        numbers = [push.number for push in got if push.worker == index]
-        assert numbers == [*range(len(numbers))]
-    assert all(
-        push.waited >= 0 and push.computing > 0 and push.started < push.time
-        for push in got
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-def test_threads_keep_the_bound_while_workers_join_and_leave(seed):
-    rng, bound = random.Random(seed), 2
-    job = threaded(seed, engines.bounded_staleness(bound), 1, 500)
-    there = set(range(6))
+def test_threads_keep_the_bound(bound, batch, pushes, come_and_go):
+    """Also while workers come and go."""
+    rng, there = random.Random(bound), set(range(6))
+    job = make_job(0, [], pushes, batch, engines.bounded_staleness(bound, batch))
+    job = job._replace(workers=[napping(bound, index) for index in range(6)])
+    got = []
     with engines.threads(job) as run:
         for push in run.pushes:
+            got.append(push)
             assert push.result.staleness <= bound
+            assert push.waited >= 0
+            assert push.computing > 0
+            assert push.started < push.time
             assert_closed(run)
-            if rng.random() < 0.1 and len(there) > 1:
-                index = rng.choice(sorted(there))
-                run.remove(index)
-                there.remove(index)
-            elif rng.random() < 0.1:
-                there.add(run.add(napping(seed, rng.random(), 0.004)))
+            if rng.random() < come_and_go and len(there) > 1:
+                run.remove(there.pop())
+            elif rng.random() < come_and_go:
+                there.add(run.add(napping(bound, rng.random())))
         counts = assert_closed(run)
-    assert counts.accepted == 500
+    assert counts.accepted == pushes == len(got)
+    assert counts.dropped == counts.lost == counts.given_up == 0
+    assert_in_order(got)
+
+
+# Workers that die and streams that end at the wrong moment.
+
+
+def dies_after_its_push(monkeypatch, when):
+    """The process of a worker dies once, between its push and the answer."""
+    push, dead = _simulated.Gradient.push, []
+
+    def push_and_die(self):
+        done = push(self)
+        if (done.worker, done.number) == when and not dead:
+            dead.append(done)
+            raise ServerDiedError
+        return done
+
+    monkeypatch.setattr(_simulated.Gradient, "push", push_and_die)
+    return dead
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_repeated_push_waits_for_the_step_of_the_first_one(number, monkeypatch):
+    """Worker 2 makes the step. If it dies then, its push comes again one step later."""
+    dead = dies_after_its_push(monkeypatch, (number, 1))
+    job = make_job(0, [1.0, 1.25, 1.5], 12, 3, required=3)
+    pushes, _, run = ended(engines.simulated, job)
+    assert run.server.stats().global_step == 4
+    assert dead
+    assert by_worker(pushes) == dict.fromkeys(range(3), 4)
+    assert {push.number for push in pushes} == {*range(4)}
+
+
+@pytest.mark.parametrize("when", [(0, 1), (1, 0), (1, 2), (0, 3)])
+def test_a_push_whose_worker_died_counts_in_the_sum(when, monkeypatch):
+    """Others may not begin as if the server had not got it."""
+    dead = dies_after_its_push(monkeypatch, when)
+    rule, server = engines.bounded_staleness(1, 2), []
+
+    def exact(progress):
+        if server:  # Nothing is on its way on a virtual clock.
+            status = server[0].status()
+            assert progress.global_step == status.global_step
+            assert progress.accumulated == status.accumulated
+        return rule(progress)
+
+    job = make_job(0, [1.0, 1.0, 1.0, 1.0, 7.0], 40, 2, exact)
+    with engines.simulated(job) as run:
+        server.append(run.server)
+        pushes = list(run.pushes)
+    assert dead
+    assert len({(push.worker, push.number) for push in pushes}) == 40
+    assert max(push.result.staleness for push in pushes) <= 1
+
+
+def test_an_ended_stream_is_not_in_the_way_in_the_same_round():
+    """The others are asked again at once, without its clock and its gradient."""
+
+    def stream_worker(length):
+        stream = iter([()] * length)
+        return make_worker(gradient, lambda _: next(stream), 1.0)
+
+    job = make_job(0, [1.0, 1.0], 20, pace=engines.stale_synchronous(0))
+    ends = stream_worker(2)._replace(duration=lambda _: 2.0)
+    pushes = list_all(engines.simulated, job._replace(workers=[ends, *job.workers]))
+    assert len(pushes) == 20
+    # All may have a stream, and all may end in one round: that is no error either.
+    workers = [stream_worker(length) for length in (2, 3, 3)]
+    job = job._replace(workers=workers, pace=lambda p: not p.local_steps)
+    assert len(list_all(engines.simulated, job)) == 8
+
+
+def test_a_resume_keeps_the_clock_of_a_worker_that_joined(tmp_path):
+    """Otherwise all others wait until it has caught up."""
+    job = make_job(0, [1.0] * 3, 60, pace=engines.stale_synchronous(0))
+    joins = make_worker(gradient, None, 1.0)
+    with engines.simulated(job, checkpoint=tmp_path) as run:
+        for done, _ in enumerate(run.pushes, 1):
+            if done == 30:
+                assert run.add(joins) == 3
+    job = job._replace(pushes=100, workers=[*job.workers, joins])
+    pushes = list_all(engines.simulated, job, checkpoint=tmp_path)
+    assert by_worker(pushes) == dict.fromkeys(range(4), 10)
+
+
+def test_workers_with_equal_clocks_are_asked_about_once():
+    """A push would cost a question for each of thousands that wait."""
+    asked = []
+
+    def counted(progress):
+        asked.append(progress.worker)
+        return progress.clocks[progress.worker] <= min(progress.clocks.values())
+
+    job = make_job(0, [1.0] * 50 + [100.0], 101, pace=_pacing.Alike(counted))
+    assert len(list_all(engines.simulated, job)) == 101
+    assert len(asked) < 250  # More than a thousand if each that waits is asked.
+    rules = (engines.stale_synchronous(0), engines.bounded_staleness(0))
+    for rule in (*rules, engines.admission(0, 1)):
+        assert isinstance(rule, _pacing.Alike)
 
 
 # Errors.
@@ -606,57 +618,74 @@ def test_threads_keep_the_bound_while_workers_join_and_leave(seed):
 
 @pytest.mark.every
 @pytest.mark.parametrize(
-    ("make", "error", "name"),
+    ("rule", "arguments", "name"),
     [
-        (lambda: engines.stale_synchronous(-1), ValueError, "slack"),
-        (lambda: engines.bounded_staleness(-1), ValueError, "max_staleness"),
-        (lambda: engines.bounded_staleness(1, 0), ValueError, "num_required"),
-        (lambda: engines.admission(-1, 1), ValueError, "max_staleness"),
-        (lambda: engines.admission(0, 0), ValueError, "max_concurrent"),
-        (lambda: engines.admission(0, 1, 0), ValueError, "num_required"),
+        (engines.stale_synchronous, (-1,), "slack"),
+        (engines.bounded_staleness, (-1,), "max_staleness"),
+        (engines.bounded_staleness, (1, 0), "num_required"),
+        (engines.admission, (-1, 1), "max_staleness"),
+        (engines.admission, (0, 0), "max_concurrent"),
+        (engines.admission, (0, 1, 0), "num_required"),
     ],
 )
-def test_bad_arguments_of_rules_are_errors(make, error, name):
-    with pytest.raises(error, match=f"^{name} must be"):
-        make()
+def test_bad_arguments_of_rules_are_errors(rule, arguments, name):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        rule(*arguments)
 
 
-def last_saved(folder):
-    """How many pushes the newest checkpoint holds."""
-    return max(int(p.name) for p in folder.iterdir() if p.name.isdigit())
+def yields(progress):
+    yield True
 
 
-def test_a_rule_that_lets_nobody_begin_is_an_error(engine, tmp_path):
-    job = make_job(2, lambda w, n: 0.0, 60, 1, lambda progress: False)
-    with pytest.raises(ValueError, match=r"^pace"), engine(job) as run:
-        next(run.pushes)
-    # Later in a run, too; what was done is saved.
-    job = job._replace(pace=lambda progress: progress.started < 7)
-    with (
-        pytest.raises(ValueError, match=r"^pace"),
-        engine(job, checkpoint=tmp_path) as run,
-    ):
-        list(run.pushes)
-    assert run.counts().accepted == last_saved(tmp_path) == 7
-    assert_closed(run)
+def says_nothing(progress):
+    pass
 
 
-def test_a_rule_that_raises_ends_the_run_with_its_error(engine, tmp_path):
-    def rule(progress):
-        if progress.started >= 5:
-            raise ArithmeticError("the rule itself")
-        return True
+def ends_a_stream(progress):
+    next(iter(()))
 
-    job = make_job(2, lambda w, n: 0.0, 60, 1, rule)
-    with (
-        pytest.raises(ArithmeticError, match="the rule itself") as raised,
-        engine(job, checkpoint=tmp_path) as run,
-    ):
-        list(run.pushes)
-    assert any("pace" in note for note in raised.value.__notes__)
-    assert last_saved(tmp_path) == run.counts().accepted >= 3
-    assert_closed(run)
-    job = job._replace(pace=None, pushes=10)
-    with engine(job, checkpoint=tmp_path) as run:
-        list(run.pushes)
-    assert run.counts().accepted == 10
+
+def raises(progress):
+    raise ArithmeticError("the rule itself")
+
+
+NO_BOOL = r"^pace must return True or False, got a"
+
+
+@pytest.mark.parametrize("after", [0, 7])
+@pytest.mark.parametrize(
+    ("rule", "error", "match"),
+    [
+        (yields, TypeError, NO_BOOL),
+        (says_nothing, TypeError, NO_BOOL),
+        (ends_a_stream, RuntimeError, r"^pace has raised StopIteration"),
+        (raises, ArithmeticError, "the rule itself"),
+        (lambda progress: False, ValueError, r"^pace"),
+    ],
+)
+def test_a_rule_without_an_answer_ends_the_run(
+    rule, error, match, after, engine, tmp_path
+):
+    """At once or later; what was done is saved."""
+
+    def late(progress):
+        return progress.started < after or rule(progress)
+
+    job = make_job(0, [0.0, 0.0], 60, pace=late if after else rule)
+    raised, run = fails(engine, job, error, match, checkpoint=tmp_path)
+    if rule in (raises, ends_a_stream):
+        assert "Raised by pace, for Progress(" in raised.__notes__[0]
+    counts = assert_closed(run)
+    if not after:
+        assert not steps_in(tmp_path)
+        return
+    # Gradients that were under way are not waited for if the rule itself is at fault.
+    assert counts.accepted == max(steps_in(tmp_path)) >= 5
+    assert counts.accepted == 7 or error is not ValueError
+    list_all(engine, job._replace(pace=None, pushes=10), checkpoint=tmp_path)
+    assert max(steps_in(tmp_path)) == 10
+
+
+def test_a_wrong_num_required_is_named():
+    job = make_job(0, [1.0] * 4, 60, 4, engines.admission(0, 8))
+    fails(engines.simulated, job, ValueError, r"(?s)^pace.*num_required")

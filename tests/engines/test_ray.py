@@ -6,36 +6,28 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import gradxform as gx
 from gradxform import engines
 from tests.conftest import OF_RAY, ON_RAY
-from tests.engines.test_recovery import steps_in, stop_at
+from tests.engines import jobs
+from tests.engines.jobs import SGD, fails, list_all, steps_in, stop_at, worker
 
 ray = pytest.importorskip("ray")
 pytestmark = ON_RAY
 
 
-def make_job(required=None, count=2, pushes=60, gradient=None, seconds=0.01):
-    """It subtracts gradients of 1."""
-    if required is None:
-        tx = gx.drop_stale(optax.sgd(1.0), 10)
-    else:
-        tx = gx.conditional_accumulator(optax.sgd(1.0), required)
-
-    def ones(params):
-        return 0.0, jnp.ones_like(params)
-
-    worker = engines.Worker(gradient or ones, duration=lambda _: seconds)
-    return engines.Job(jnp.float32(0.0), tx, [worker] * count, pushes, required)
+def make_job(workers=2, pushes=60, tx=None, required=None, **more):
+    """It subtracts gradients of 1, which take some milliseconds."""
+    if isinstance(workers, int):
+        workers = [worker(seconds=0.01)] * workers
+    return jobs.make_job(workers, pushes, tx, required, **more)
 
 
 def dying(params):
@@ -54,6 +46,11 @@ def answers_for_good(method):
         ray.get(method.remote())
 
 
+def wait_until(condition):
+    while not condition():  # `bounded` ends it.
+        time.sleep(0.05)
+
+
 def assert_counted(run, pushes, job):
     """The run, the server, the optimizer and the pushes say the same."""
     counts, stats, state = run.counts(), run.server.stats(), run.server.state()["state"]
@@ -65,6 +62,15 @@ def assert_counted(run, pushes, job):
     assert len(pushes) - len(numbers) == counts.lost
     # An answer may have died on its way.
     assert 0 <= job.pushes - len(numbers) <= counts.server_deaths * len(run.workers)
+
+
+def first_steps(pushes):
+    """The first step of each incarnation."""
+    first = {}
+    for push in pushes:
+        step = push.local_step
+        first[step.incarnation] = min(step, first.get(step.incarnation, step))
+    return [*first.values()]
 
 
 def test_late_gradients_are_given_up(tmp_path):
@@ -81,10 +87,9 @@ def test_late_gradients_are_given_up(tmp_path):
             time.sleep(0.01)  # `bounded` ends it.
         return 0.0, jnp.ones_like(params)
 
-    job = make_job(count=1, pushes=40, gradient=patient)
-    slow = engines.Worker(in_pieces)
     # One step late is too late, and a step always comes before the slow one is done.
-    job = job._replace(workers=[*job.workers, slow], max_staleness=0)
+    both = [worker(patient), worker(in_pieces)]
+    job = make_job(both, 40, gx.drop_stale(SGD, 10), max_staleness=0)
     with engines.ray(job, address="auto") as run:
         next(run.pushes)
         pushes = list(run.pushes)
@@ -98,7 +103,7 @@ def test_late_gradients_are_given_up(tmp_path):
 
 
 def test_sync_steps_once_for_every_worker():
-    with engines.ray(make_job(required=2, pushes=29)) as run:
+    with engines.ray(make_job(2, 29, required=2)) as run:
         pushes = list(run.pushes)  # The last one waits for a step that never comes.
         params, state = run.server.state().values()
     assert all(push.result[:2] == (True, 0) for push in pushes)
@@ -111,15 +116,17 @@ def test_sync_steps_once_for_every_worker():
         answers_for_good(run.server.actor.pull)
 
 
-@pytest.mark.parametrize("outer", [engines.threads, engines.ray])
-@pytest.mark.parametrize("inner", [engines.simulated, engines.ray])
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [(engines.threads, engines.ray), (engines.ray, engines.simulated)],
+)
 def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "gradxform")
 
     def go():
-        with outer(make_job(pushes=10**6), checkpoint=tmp_path / "outer") as first:
+        with outer(make_job(2, 10**6), checkpoint=tmp_path / "outer") as first:
             next(first.pushes)
-            with inner(make_job(pushes=3000), checkpoint=tmp_path / "inner") as second:
+            with inner(make_job(2, 3000), checkpoint=tmp_path / "inner") as second:
                 for count, _ in enumerate(second.pushes):
                     if count == 5:
                         os.kill(os.getpid(), signal.SIGTERM)
@@ -144,49 +151,9 @@ def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog
 # Deaths.
 
 
-def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path, caplog):
-    # Each step needs both workers. Without a required number, the chaos kills it.
-    job = make_job(required=2, pushes=200)
-    checkpoint = engines.Checkpoint(tmp_path, every_steps=20, max_to_keep=None)
-    caplog.set_level(logging.WARNING, "gradxform")
-    # Ray itself does neither: it would repeat a push, and count no death.
-    again = {"max_restarts": -1, "max_task_retries": -1}
-    options = {"server_options": again, "worker_options": again}
-    with engines.ray(job, checkpoint=checkpoint, **options) as run:
-        pushes, incarnations = [], []
-        for push in run.pushes:
-            pushes.append(push)
-            if push.local_step.incarnation not in incarnations:
-                incarnations.append(push.local_step.incarnation)
-            # Twice: in each of its first two incarnations, after its next checkpoint.
-            if len(pushes) in (75, 120):
-                while not steps_in(tmp_path):
-                    time.sleep(0.05)  # `bounded` ends it.
-                kill(run.server.actor)
-        assert_counted(run, pushes, job)
-        assert run.counts().server_deaths == len(incarnations) - 1 == 2
-        assert int(run.server.state()["params"]) == -run.server.stats().global_step
-    began = [
-        min(
-            push.local_step
-            for push in pushes
-            if push.local_step.incarnation == incarnation
-        )
-        for incarnation in incarnations
-    ]
-    assert began[0] == 0
-    assert all(step % 20 == 0 for step in began)
-    assert began[2] >= began[1] > 0
-    said = [m for m in caplog.messages if "the server died and goes on" in m]
-    assert len(said) == 2
-    assert f"from step {began[1]};" in said[0]
-    # No step took one worker's gradient twice and another's never.
-    assert run.counts().dropped == 0
-
-
 def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp_path):
     """No worker is busy when it dies, so none notices; a call of the user does."""
-    job = make_job(count=1, pushes=20)
+    job = make_job(1, 20)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=4, every_seconds=None)
     with engines.ray(job, checkpoint=checkpoint) as run:
         pushes = []
@@ -195,12 +162,11 @@ def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp
             assert len(pushes) < 60
             if len(pushes) in (6, 10):  # A checkpoint that is late skips the next one.
                 saved = tmp_path / f"{len(pushes) // 4 * 4}" / "checksums.json"
-                while not saved.exists():  # `bounded` ends it.
-                    time.sleep(0.05)
+                wait_until(saved.exists)
             if len(pushes) == 10:
                 with pytest.raises(RuntimeError, match="goes back by itself"):
                     run.server.restore(run.server.state())
-                time.sleep(2.0)  # The worker has made its next push, and rests.
+                time.sleep(0.5)  # The worker has made its next push, and rests.
                 kill(run.server.actor)
                 assert int(run.server.state()["params"]) == -8
         assert_counted(run, pushes, job)
@@ -211,17 +177,16 @@ def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp
 
 
 def test_a_worker_that_always_dies_is_an_error():
-    with engines.ray(make_job(count=1, gradient=dying), max_deaths=1) as run:
-        with pytest.raises(ray.exceptions.ActorDiedError) as raised:
-            list(run.pushes)
-        assert not isinstance(raised.value, ray.exceptions.RayTaskError)
-        assert "more than max_deaths=1" in raised.value.__notes__[0]
-        assert run.counts().worker_deaths == 2
+    job, died = make_job([worker(dying)]), ray.exceptions.ActorDiedError
+    error, run = fails(engines.ray, job, died, None, max_deaths=1)
+    assert not isinstance(error, ray.exceptions.RayTaskError)
+    assert "more than max_deaths=1" in error.__notes__[0]
+    assert run.counts().worker_deaths == 2
 
 
 def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, None, None, resume=False)
-    job = make_job(count=1, pushes=10**6)
+    job = make_job(1, 10**6)
     with engines.ray(job, checkpoint=checkpoint, max_deaths=1) as run:
         pushes = [next(run.pushes) for _ in range(10)]
         kill(run.server.actor)
@@ -243,7 +208,7 @@ def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
     checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
 
     def train():
-        with engines.ray(make_job(pushes=10**6), checkpoint=checkpoint) as run:
+        with engines.ray(make_job(2, 10**6), checkpoint=checkpoint) as run:
             for _ in run.pushes:
                 if len(steps_in(directory)) > 1:
                     directory.rename(tmp_path / "moved")
@@ -260,7 +225,7 @@ def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
 
 
 def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
-    with engines.ray(make_job(count=1)) as run:
+    with engines.ray(make_job(1)) as run:
         next(run.pushes)
         kill(run.server.actor)
         with pytest.raises(ray.exceptions.RayActorError) as raised:
@@ -268,45 +233,11 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
         assert "give it a checkpoint" in raised.value.__notes__[0]
 
 
-def test_a_process_that_hangs_is_killed_and_taken_for_dead(tmp_path):
-    """Each step needs its gradient. All others wait; another process computes it.
-
-    Without a required number, the chaos kills workers, with a rule and without one.
-    """
-    mark = tmp_path / "hangs"
-
-    def hangs(params, index, number):
-        if (index, number) == (0, 2) and not mark.exists():
-            mark.touch()
-            time.sleep(600)
-        return 0.0, jnp.ones_like(params)
-
-    def worker(index):
-        return engines.Worker(hangs, lambda number: (index, np.int32(number)))
-
-    def kill():
-        while not mark.exists():
-            time.sleep(0.1)
-        ray.kill(run.workers[0])
-
-    workers = [worker(index) for index in range(3)]
-    job = make_job(required=3, count=3, pushes=30)._replace(workers=workers)
-    with engines.ray(job) as run:
-        killer = threading.Thread(target=kill)
-        killer.start()
-        pushes = [(push.worker, push.number) for push in run.pushes]
-        killer.join()
-        counts = run.counts()
-    assert sorted(pushes) == [(w, n) for w in range(3) for n in range(10)]
-    assert counts.worker_deaths == 1
-
-
 # The end.
 
 
 def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
-    job = make_job(count=2, pushes=60)
-    job = job._replace(tx=gx.drop_stale(optax.sgd(1.0), 1000))  # A busy machine.
+    job = make_job(2, 60)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=28, every_seconds=None)
     with engines.ray(job, checkpoint=checkpoint) as run:
         pushes = []
@@ -324,7 +255,7 @@ def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
 
 
 def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
-    job = make_job(pushes=10**6, seconds=0.0)
+    job = make_job([worker()] * 2, 10**6)
     with (
         pytest.raises(ValueError, match="enough") as raised,
         engines.ray(job, checkpoint=tmp_path) as run,
@@ -337,8 +268,7 @@ def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     with pytest.raises(RuntimeError, match="inside of the engine's context"):
         next(run.pushes)
     job = job._replace(pushes=counts.pushed + 9)
-    with engines.simulated(job, checkpoint=tmp_path) as run:
-        assert len(list(run.pushes)) == 9
+    assert len(list_all(engines.simulated, job, checkpoint=tmp_path)) == 9
 
 
 def test_a_stream_that_is_made_in_the_worker_ends_there():
@@ -352,68 +282,48 @@ def test_a_stream_that_is_made_in_the_worker_ends_there():
                 stream = iter([(np.float32(x),) for x in range(number, length)])
             return next(stream)
 
-        return engines.Worker(lambda params, x: (x, jnp.ones_like(params)), batch)
+        return worker(lambda params, x: (x, jnp.ones_like(params)), batch)
 
-    job = make_job()._replace(workers=[make_worker(3), make_worker(5)])
-    with engines.ray(job) as run:
-        losses = [(push.worker, push.loss) for push in run.pushes]
+    with engines.ray(make_job([make_worker(3), make_worker(5)])) as run:
+        losses = {(push.worker, push.loss) for push in run.pushes}
         assert not run.workers
         counts = run.counts()
     assert counts.accepted == counts.pushed - counts.lost == 8
-    expected = {*((0, x) for x in range(3)), *((1, x) for x in range(5))}
-    assert {*losses} == expected
+    assert losses == {*((0, x) for x in range(3)), *((1, x) for x in range(5))}
 
 
 def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
     stream = (() for _ in range(9))
-    job = make_job()
-    streaming = job.workers[1]._replace(batch=lambda _: next(stream))
-    job = job._replace(workers=[job.workers[0], streaming])
-    with (
-        engines.ray(job) as run,
-        pytest.raises(TypeError, match="cannot pickle 'generator'") as raised,
-    ):
-        list(run.pushes)
-    note, whose = raised.value.__notes__
+    job = make_job([worker(), worker(batch=lambda _: next(stream))])
+    error, _ = fails(engines.ray, job, TypeError, "cannot pickle 'generator'")
+    note, whose = error.__notes__
     assert whose == "Raised by worker 1, for its gradient 0."
     assert note.startswith("Worker 1 is sent to a process of its own.")
     assert note.endswith("let batch make it when it is first called.")
 
 
-def test_options_reach_the_server():
-    def spoiled(params):
-        return 0.0, params * jnp.nan
-
-    job = make_job(count=1, gradient=spoiled)._replace(require_finite=True)
-    with engines.ray(job) as run:
-        with pytest.raises(ValueError, match="grads must be finite") as raised:
-            list(run.pushes)
-        assert run.server.state()["params"] == 0.0
-    assert raised.value.__notes__[0].startswith("Raised by worker")
-
-
 def test_ray_shutdown_in_the_loop_is_named(tmp_path):
     # A process of its own, as the cluster of these tests has to stay.
     code = """
-import ray, sys
+import contextlib, ray, sys
 from gradxform import engines
 from tests.engines.test_ray import make_job
 
 checkpoint = engines.Checkpoint(sys.argv[1], every_steps=5, every_seconds=None)
-for ask in (lambda run: next(run.pushes), lambda run: run.server.state()):
-    with engines.ray(make_job(count=1, pushes=10**6), checkpoint=checkpoint) as run:
-        try:
-            for push in run.pushes:
-                if push.result.global_step % 5 == 3:
-                    ray.shutdown()
-                    ask(run)
-        except RuntimeError as error:
-            print(error)
-            raise KeyError("another") from None
+job = make_job(1, 10**6)
+with contextlib.suppress(KeyError), engines.ray(job, checkpoint=checkpoint) as run:
+    for push in run.pushes:
+        if push.result.global_step == 8:
+            ray.shutdown()
+            for ask in (lambda: next(run.pushes), lambda: run.server.state()):
+                try:
+                    ask()
+                except RuntimeError as error:
+                    print(error)
+            raise KeyError("another")
 """
-    code = code.replace("with engines", "with contextlib.suppress(KeyError), engines")
     done = subprocess.run(
-        [sys.executable, "-c", "import contextlib" + code, str(tmp_path)],
+        [sys.executable, "-c", code, str(tmp_path)],
         capture_output=True,
         check=False,
         env=os.environ | OF_RAY,
@@ -424,7 +334,7 @@ for ask in (lambda run: next(run.pushes), lambda run: run.server.state()):
         "the connection to Ray i"
     ] * 2
     assert done.stdout.count("ray.shutdown()") == 4
-    assert done.stderr.count("no checkpoint was written: RuntimeError") == 2
+    assert done.stderr.count("no checkpoint was written: RuntimeError") == 1
 
 
 # Errors of workers, and jobs that are refused.
@@ -444,88 +354,59 @@ class WithDeletedArray(Exception):
         self.array.delete()
 
 
-class WithLock(Exception):
-    def __init__(self, text):
-        super().__init__(text)
-        self.lock = threading.Lock()
-
-
-def raises(make):
-    def failing(params):
-        raise make()
-
-    return make_job(count=1, gradient=failing)
-
-
-def test_an_error_of_a_worker_ends_the_run():
-    with engines.ray(raises(lambda: ValueError("a bad batch"))) as run:
-        with pytest.raises(ValueError, match="a bad batch") as raised:
+def test_an_error_of_the_server_ends_the_run():
+    """An option of the job reaches it."""
+    job = make_job([worker(lambda params: (0.0, params * jnp.nan))])
+    with engines.ray(job._replace(require_finite=True)) as run:
+        with pytest.raises(ValueError, match="grads must be finite") as raised:
             list(run.pushes)
         assert type(raised.value.cause) is ValueError
+        assert run.server.state()["params"] == 0.0
         assert run.counts()[-4:-1] == (1, 0, 1)  # Started, under way, unanswered.
+    assert raised.value.__notes__[0].startswith("Raised by worker")
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: TwoArguments(7, "a bad batch"),
-        lambda: WithDeletedArray("a bad batch"),
-        lambda: WithLock("a bad batch"),
-        lambda: type("Local", (Exception,), {})("a bad batch"),
-    ],
-)
+@pytest.mark.parametrize("make", [lambda text: TwoArguments(7, text), WithDeletedArray])
 def test_an_error_that_cannot_be_pickled_is_its_workers(make):
-    with engines.ray(raises(make), max_deaths=0) as run:
-        with pytest.raises(ray.exceptions.RayError, match="a bad batch") as raised:
-            list(run.pushes)
-        assert raised.value.__notes__ == ["Raised by worker 0, for its gradient 0."]
-        assert run.counts()[-4:-1] == (1, 0, 1)
+    def failing(params):
+        raise make("a bad batch")
+
+    job, error = make_job([worker(failing)]), ray.exceptions.RayError
+    error, run = fails(engines.ray, job, error, "a bad batch", max_deaths=0)
+    assert error.__notes__ == ["Raised by worker 0, for its gradient 0."]
+    assert run.counts()[-4:-1] == (1, 0, 1)
 
 
 def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(tmp_path):
-    with engines.simulated(make_job(pushes=3), checkpoint=tmp_path) as run:
-        list(run.pushes)
-    wider = make_job(pushes=9)._replace(params=jnp.zeros(2))
-    with (
-        pytest.raises(
-            ValueError, match=r"it has float32\[\], and this job float32\[2\]"
-        ),
-        engines.ray(wider, checkpoint=tmp_path),
-    ):
-        pass
-    with (
-        pytest.raises(ValueError, match="let resume be True"),
-        engines.ray(make_job(), checkpoint=engines.Checkpoint(tmp_path, resume=False)),
-    ):
-        pass
-    with engines.ray(make_job(pushes=5), checkpoint=tmp_path) as run:
+    list_all(engines.simulated, make_job(2, 3), checkpoint=tmp_path)
+    wider = make_job(2, 9, params=jnp.zeros(2))
+    match = r"it has float32\[\], and this job float32\[2\]"
+    fails(engines.ray, wider, ValueError, match, checkpoint=tmp_path)
+    with engines.ray(make_job(2, 5), checkpoint=tmp_path) as run:
         pushes = list(run.pushes)
         assert run.counts().pushed == 5
     assert len(pushes) == 2
-    for worker, first in (0, 2), (1, 1):  # The simulated ones were 0, 1 and 0.
-        numbers = [push.number for push in pushes if push.worker == worker]
+    for index, first in (0, 2), (1, 1):  # The simulated ones were 0, 1 and 0.
+        numbers = [push.number for push in pushes if push.worker == index]
         assert numbers == [*range(first, first + len(numbers))]
 
 
 def test_a_worker_has_no_device_of_another_process():
-    worker = make_job().workers[0]._replace(device=jax.devices()[0])
-    with (
-        pytest.raises(ValueError, match="worker 0 is a process of its own"),
-        engines.ray(make_job()._replace(workers=[worker])),
-    ):
-        pass
+    here = worker(device=jax.devices()[0])
+    says = "worker 0 is a process of its own"
+    fails(engines.ray, make_job([here]), ValueError, says)
     with (
         engines.ray(make_job()) as run,
         pytest.raises(ValueError, match="worker 2 is a process"),
     ):
-        run.add(worker)
+        run.add(here)
 
 
 # Workers that come and go.
 
 
 def test_workers_come_and_go(tmp_path):
-    job, options = make_job(pushes=10**6), {"num_cpus": 0}
+    job, options = make_job(2, 10**6), {"num_cpus": 0}
     with engines.ray(job, checkpoint=tmp_path, worker_options=options) as run:
         pushes = [next(run.pushes) for _ in range(10)]
         assert run.add(job.workers[0]) == 2

@@ -1,7 +1,6 @@
 """Runs that are saved, that end, and that go on: on this machine."""
 
 import contextlib
-import json
 import logging
 import os
 import pathlib
@@ -13,7 +12,6 @@ import time
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
@@ -21,58 +19,19 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform.engines._pool import JobServer
+from tests.engines.jobs import (
+    assert_in_order,
+    bits,
+    counters,
+    ended,
+    fails,
+    list_all,
+    steps_in,
+    stop_at,
+    training,
+)
 
-
-def loss(params, x):
-    return jnp.sum((params["w"] - x) ** 2) * params["s"].astype(jnp.float32) ** 2
-
-
-value_and_grad = jax.jit(jax.value_and_grad(loss))
-
-
-def make_worker(index, seconds=1e-3):
-    """Minibatches and durations that are functions of worker and number."""
-
-    def batch(number):
-        rng = np.random.default_rng((index, number))
-        return (rng.standard_normal(8).astype(np.float32),)
-
-    def duration(number):
-        return seconds * np.random.default_rng((index, number, 1)).exponential()
-
-    return engines.Worker(value_and_grad, batch, duration)
-
-
-def make_job(pushes, required=None, count=3, seconds=1e-3):
-    inner = optax.chain(
-        gx.clip_by_global_norm(1.0), gx.novograd(0.05, weight_decay=0.1)
-    )
-    if required is None:
-        tx = gx.drop_stale(inner, 1)
-    else:
-        tx = gx.conditional_accumulator(inner, required)
-    params = {"w": jnp.zeros(8), "s": jnp.bfloat16(1.5)}
-    workers = [make_worker(index, seconds) for index in range(count)]
-    return engines.Job(params, tx, workers, pushes, required)
-
-
-def ended(engine, job, **options):
-    """All pushes, the state after the last, and the run."""
-    with engine(job, **options) as run:
-        return list(run.pushes), run.server.state(), run
-
-
-def bits(state):
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
-
-
-def steps_in(folder):
-    """The global step of each checkpoint, by the checkpoint's name."""
-    return {
-        int(path.parts[-3]): json.loads(path.read_text())["global_step"]
-        for path in pathlib.Path(folder).glob("*/counters/metadata")
-        if path.parts[-3].isdigit()  # It is no longer being written.
-    }
+WHOLE = (30, 30, 0, 0, 0, 0, 0)
 
 
 # Where a run goes on.
@@ -82,39 +41,37 @@ def steps_in(folder):
 @pytest.mark.parametrize("stop", [12, 13, 14, 29])
 def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
     """It stops at a step, in a half-done sum, or before its last push."""
-    pushes, state, _ = ended(engines.simulated, make_job(30, required=3))
-    with engines.simulated(make_job(30, required=3), checkpoint=tmp_path) as run:
+    job = training(30, required=3)
+    pushes, state, _ = ended(engines.simulated, job)
+    with engines.simulated(job, checkpoint=tmp_path) as run:
         first = [next(run.pushes) for _ in range(stop)]
         assert run.resumed is None
-    rest, after, run = ended(
-        engines.simulated, make_job(30, required=3), checkpoint=tmp_path
-    )
+    rest, after, run = ended(engines.simulated, job, checkpoint=tmp_path)
     assert run.resumed == stop // 3
     assert bits(after) == bits(state)
-    identities = [(push.worker, push.number) for push in pushes]
-    assert sorted((p.worker, p.number) for p in first + rest) == sorted(identities)
+    both = [sorted((p.worker, p.number) for p in x) for x in (first + rest, pushes)]
+    assert both[0] == both[1]
     assert [p.result.applied for p in rest] == [True] * (30 - stop)
-    assert run.counts()[:7] == (30, 30, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == WHOLE
 
 
 def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
     """The first worker, by far the fastest, has pushed alone for the next step."""
-    slow = make_job(30, required=3)
-    workers = [each._replace(duration=lambda _: 0.05) for each in slow.workers]
+    job = training(30, required=3)
+    workers = [each._replace(duration=lambda _: 0.05) for each in job.workers]
     workers[0] = workers[0]._replace(duration=lambda _: 0.0)
-    job = slow._replace(workers=workers)
+    job = job._replace(workers=workers)
     with engines.simulated(job, checkpoint=tmp_path) as run:
-        first = [next(run.pushes) for _ in range(13)]
-        assert first[-1].worker == 0
+        assert [next(run.pushes) for _ in range(13)][-1].worker == 0
     _, state, run = ended(engines.threads, job, checkpoint=tmp_path)
-    assert run.counts()[:7] == (30, 30, 0, 0, 0, 0, 0)
+    assert run.counts()[:7] == WHOLE
     assert state["state"].global_step == 10
 
 
 def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
-    pushes, state, first = ended(engine, make_job(20), checkpoint=tmp_path)
+    pushes, state, first = ended(engine, training(20), checkpoint=tmp_path)
     before = steps_in(tmp_path)
-    none, again, run = ended(engine, make_job(20), checkpoint=str(tmp_path))
+    none, again, run = ended(engine, training(20), checkpoint=str(tmp_path))
     assert (len(pushes), none) == (20, [])
     assert bits(again) == bits(state)
     assert run.resumed == state["state"].global_step
@@ -125,15 +82,13 @@ def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
         late: sum(push.result.staleness == late for push in pushes)
         for late in {push.result.staleness for push in pushes}
     }
-    more, *_ = ended(engine, make_job(26), checkpoint=tmp_path)
+    more = list_all(engine, training(26), checkpoint=tmp_path)
     assert len(more) == 6
-    for worker in range(3):
-        numbers = [push.number for push in pushes + more if push.worker == worker]
-        assert numbers == [*range(len(numbers))]
+    assert_in_order(pushes + more)
 
 
 def test_orbax_alone_can_read_it(tmp_path):
-    _, state, _ = ended(engines.simulated, make_job(20), checkpoint=tmp_path)
+    _, state, _ = ended(engines.simulated, training(20), checkpoint=tmp_path)
     with ocp.CheckpointManager(tmp_path) as manager:
         assert manager.latest_step() == 20
         args = ocp.args.Composite(state=ocp.args.StandardRestore(state))
@@ -141,7 +96,7 @@ def test_orbax_alone_can_read_it(tmp_path):
 
 
 def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
-    with engines.simulated(make_job(9), checkpoint=tmp_path) as run:
+    with engines.simulated(training(9), checkpoint=tmp_path) as run:
         first, _ = run.server.pull()
         for worker in range(3):
             grads, seen = run.server.pull()
@@ -149,15 +104,13 @@ def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
             again = run.server.push(first, seen, push_id=(0, 0))
         assert again.global_step == 1
     assert steps_in(tmp_path) == {3: 3}
-    counters = json.loads((tmp_path / "3" / "counters" / "metadata").read_text())
-    assert [answer[:3] for answer in counters["answers"]] == [
-        [worker, 0, worker] for worker in range(3)
-    ]
+    answers = [answer[:3] for answer in counters(tmp_path)[3]["answers"]]
+    assert answers == [[worker, 0, worker] for worker in range(3)]
 
 
 def test_no_checkpoint_follows_the_last_save(tmp_path):
     # Engines close their server right after it, so the test asks the server itself.
-    job = make_job(9)
+    job = training(9)
     checkpoint = engines.Checkpoint(str(tmp_path), every_steps=1, max_to_keep=None)
     with JobServer(job, checkpoint) as server:
         server.begin()
@@ -178,17 +131,17 @@ def test_it_is_saved_at_multiples_of_a_step_and_the_newest_are_kept(tmp_path):
     checkpoint = engines.Checkpoint(
         tmp_path, every_steps=4, every_seconds=None, max_to_keep=None
     )
-    ended(engines.simulated, make_job(30, required=3), checkpoint=checkpoint)
+    ended(engines.simulated, training(30, required=3), checkpoint=checkpoint)
     assert steps_in(tmp_path) == {12: 4, 24: 8, 30: 10}
     few = checkpoint._replace(directory=tmp_path / "few", max_to_keep=2)
-    ended(engines.simulated, make_job(30), checkpoint=few)
+    ended(engines.simulated, training(30), checkpoint=few)
     assert len(steps_in(tmp_path / "few")) == 2
 
 
 @pytest.mark.slow
 def test_it_is_saved_as_time_goes_by_while_workers_go_on(tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, every_seconds=0.0, max_to_keep=None)
-    with engines.threads(make_job(10**6), checkpoint=checkpoint) as run:
+    with engines.threads(training(10**6), checkpoint=checkpoint) as run:
         deadline = time.monotonic() + 300
         while len(steps_in(tmp_path)) < 3 and time.monotonic() < deadline:
             next(run.pushes)
@@ -210,31 +163,22 @@ def test_it_is_saved_as_time_goes_by_while_workers_go_on(tmp_path):
             assert answered == pushes == sum(counters["staleness"].values())
 
 
-def stop_at(run, error, step=8, seconds=0.0):
-    """Raises the error after so many seconds, in which workers make further pushes."""
-    for push in run.pushes:
-        if push.result.global_step >= step:
-            time.sleep(seconds)
-            raise error
-
-
 def test_ctrl_c_ends_a_run_and_saves_nothing(engine, tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, 5, None, None)
     with (
         pytest.raises(KeyboardInterrupt),
-        engine(make_job(40), checkpoint=checkpoint) as run,
+        engine(training(40), checkpoint=checkpoint) as run,
     ):
         stop_at(run, KeyboardInterrupt)
     assert run.counts().accepted == run.server.stats().accepted
-    assert max(steps_in(tmp_path)) <= run.counts().pushed
-    steps = [*steps_in(tmp_path).values()]
-    assert steps
-    assert all(step % 5 == 0 for step in steps)
+    steps = steps_in(tmp_path)
+    assert max(steps) <= run.counts().pushed
+    assert all(step % 5 == 0 for step in steps.values())
 
 
 @pytest.mark.parametrize("error", [ValueError, SystemExit, GeneratorExit])
 def test_a_run_that_an_exception_ends_is_saved(engine, error, tmp_path):
-    job = make_job(40)
+    job = training(40)
     with pytest.raises(error) as raised, engine(job, checkpoint=tmp_path) as run:
         stop_at(run, error)
     ((pushes, step),) = steps_in(tmp_path).items()
@@ -250,7 +194,7 @@ def test_a_run_that_an_exception_ends_is_saved(engine, error, tmp_path):
 
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_run_that_a_worker_s_error_ends_is_saved(engine, caught, tmp_path):
-    job = make_job(40, count=2)
+    job = training(40, count=2)
     bad = job.workers[1]
 
     def batch(number):
@@ -285,13 +229,10 @@ def test_a_failed_step_of_the_server_is_not_saved(engine, donate, tmp_path):
         return grads, state + 1
 
     tx = optax.GradientTransformation(lambda _: jnp.int32(0), update)
-    job = make_job(40)._replace(tx=gx.drop_stale(tx, 100), donate=donate)
+    job = training(40)._replace(tx=gx.drop_stale(tx, 100), donate=donate)
     checkpoint = engines.Checkpoint(tmp_path, 5, None, None)
-    with (
-        pytest.raises(Exception, match="in the middle of a step"),
-        engine(job, checkpoint=checkpoint) as run,
-    ):
-        list(run.pushes)
+    match = "in the middle of a step"
+    _, run = fails(engine, job, Exception, match, checkpoint=checkpoint)
     assert [*steps_in(tmp_path).values()] == [5]
     assert (run.server.stats().lost is None) is not donate
 
@@ -301,23 +242,34 @@ def test_before_the_first_push_there_is_nothing_to_save(engine, tmp_path):
     for _ in range(2):  # The second one finds no run that it could overwrite.
         with (
             pytest.raises(ValueError, match="a typo"),
-            engine(make_job(9), checkpoint=checkpoint),
+            engine(training(9), checkpoint=checkpoint),
         ):
             raise ValueError("a typo")
     assert not steps_in(tmp_path)
 
 
-def test_an_error_while_saving_does_not_hide_the_one_before(
-    engine, tmp_path, monkeypatch, caplog
-):
+@pytest.fixture
+def full(monkeypatch):
+    """Each of these errors makes one save fail."""
+    save, left = ocp.CheckpointManager.save, []
+
     def fail(*args, **options):
-        raise OSError(28, "No space left on device")
+        if left:
+            raise left.pop()
+        return save(*args, **options)
 
     monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
+    return left
+
+
+def test_an_error_while_saving_does_not_hide_the_one_before(
+    engine, tmp_path, full, caplog
+):
+    full += [OSError(28, "No space left on device")] * 99
     with (
         caplog.at_level(logging.ERROR, "gradxform"),
         pytest.raises(ValueError, match=r"^enough$") as raised,
-        engine(make_job(40), checkpoint=tmp_path) as run,
+        engine(training(40), checkpoint=tmp_path) as run,
     ):
         stop_at(run, ValueError("enough"))
     assert not hasattr(raised.value, "__notes__")
@@ -327,70 +279,54 @@ def test_an_error_while_saving_does_not_hide_the_one_before(
 
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
-    engine, tmp_path, monkeypatch, caplog
+    engine, tmp_path, full, caplog
 ):
-    save, left = ocp.CheckpointManager.save, [ValueError("No space left on device")]
-
-    def fail(*args, **options):
-        if left:
-            raise left.pop()
-        return save(*args, **options)
-
-    monkeypatch.setattr(ocp.CheckpointManager, "save", fail)
+    full.append(ValueError("No space left on device"))
     checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
     with caplog.at_level(logging.ERROR, "gradxform"):
-        pushes, *_ = ended(engine, make_job(30), checkpoint=checkpoint)
-    assert len(pushes) == 30
-    (record,) = caplog.records
-    assert "no checkpoint was written: ValueError: No space" in record.getMessage()
+        assert len(list_all(engine, training(30), checkpoint=checkpoint)) == 30
+    (said,) = caplog.messages
+    assert "no checkpoint was written: ValueError: No space" in said
     assert max(steps_in(tmp_path)) == 30
-    left.append(OSError(28, "No space left on device"))
-    with pytest.raises(OSError, match="No space left"):  # It cannot write the last one.
-        ended(engine, make_job(40), checkpoint=checkpoint._replace(every_steps=10**6))
+    full.append(OSError(28, "No space left on device"))
+    last = checkpoint._replace(every_steps=10**6)  # It cannot write the last one.
+    fails(engine, training(40), OSError, "No space left", checkpoint=last)
 
 
 # What is refused.
 
 
-def test_a_checkpoint_of_another_job_is_refused(engine, tmp_path):
-    ended(engine, make_job(6), checkpoint=tmp_path)
-    other = make_job(9)
-    wider = other._replace(params={**other.params, "w": jnp.zeros(9)})
-    more = other._replace(params={**other.params, "more": jnp.zeros(1)})
-    plain = other._replace(tx=optax.sgd(0.1))
-    for job, match in (
-        (wider, r"\['params'\]\['w'\] it has float32\[8\], and this job float32\[9\]"),
-        (more, r"\['params'\]\['more'\] it has nothing, and this job float32\[1\]"),
-        (plain, r"this job nothing"),
-    ):
-        with pytest.raises(ValueError, match=match):
-            ended(engine, job, checkpoint=tmp_path)
-    assert len(ended(engine, other, checkpoint=tmp_path)[0]) == 3
-
-
-def test_existing_checkpoints_are_not_overwritten(engine, tmp_path):
+def test_what_cannot_go_on_is_refused(engine, tmp_path):
     fresh = engines.Checkpoint(tmp_path, resume=False)
-    ended(engine, make_job(6), checkpoint=fresh)
-    with pytest.raises(ValueError, match=r"holds a run of 6 pushes: let resume be"):
-        ended(engine, make_job(9), checkpoint=fresh)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"every_steps": 0},
-        {"every_steps": 1.5},
-        {"every_seconds": -1.0},
-        {"every_seconds": float("nan")},
-        {"max_to_keep": 0},
-    ],
-)
-def test_a_checkpoint_that_cannot_be_is_refused(changes, tmp_path):
-    (name,) = changes
-    checkpoint = engines.Checkpoint(tmp_path / "new", **changes)
-    with pytest.raises((TypeError, ValueError), match=f"^{name} must be"):
-        ended(engines.simulated, make_job(3), checkpoint=checkpoint)
-    assert not (tmp_path / "new").exists()
+    ended(engine, training(6), checkpoint=fresh)
+    other = training(9)
+    wider = {**other.params, "w": jnp.zeros(9)}
+    more = {**other.params, "more": jnp.zeros(1)}
+    for changes, match in (
+        (
+            {"params": wider},
+            r"\['params'\]\['w'\] it has float32\[8\], and this job float32\[9\]",
+        ),
+        (
+            {"params": more},
+            r"\['params'\]\['more'\] it has nothing, and this job float32\[1\]",
+        ),
+        ({"tx": optax.sgd(0.1)}, r"this job nothing"),
+    ):
+        job = other._replace(**changes)
+        fails(engine, job, ValueError, match, checkpoint=tmp_path)
+    match = r"holds a run of 6 pushes: let resume be"
+    fails(engine, other, ValueError, match, checkpoint=fresh)
+    for name, value in (
+        *(("every_steps", x) for x in (0, 1.5)),
+        *(("every_seconds", x) for x in (-1.0, float("nan"))),
+        ("max_to_keep", 0),
+    ):
+        wrong = engines.Checkpoint(tmp_path / "new", **{name: value})
+        errors = TypeError, ValueError
+        fails(engine, other, errors, f"^{name} must be", checkpoint=wrong)
+        assert not (tmp_path / "new").exists()
+    assert len(list_all(engine, other, checkpoint=tmp_path)) == 3
 
 
 # Signals.
@@ -403,58 +339,56 @@ def terminate_at(run, moment):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def ends(go):
+    """What it does is ended by ``SIGTERM``, and the handler of before is back."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as raised:
+        go()
+    assert raised.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
     runs = []
 
     def go():
-        with engine(make_job(10**6), checkpoint=tmp_path) as run:
+        with engine(training(10**6), checkpoint=tmp_path) as run:
             runs.append(run)
             terminate_at(run, 20)
             pytest.fail("it goes on")
 
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as raised, caplog.at_level(logging.WARNING):
-        go()
-    assert raised.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before
+    caplog.set_level(logging.WARNING)
+    ends(go)
     ((pushes, step),) = steps_in(tmp_path).items()
     assert runs[0].counts().pushed == pushes >= 20
     assert f"terminated: step {step} is saved in {tmp_path}" in caplog.messages[-1]
-    with engine(make_job(10**6), checkpoint=tmp_path) as run:
+    with engine(training(10**6), checkpoint=tmp_path) as run:
         assert run.resumed == step
         assert next(run.pushes).result.global_step >= step
         run.stop()
 
 
-def test_sigterm_wakes_a_run_that_waits(tmp_path):
-    def go():
-        with engines.threads(make_job(9, seconds=3600.0), checkpoint=tmp_path) as run:
+def test_sigterm_ends_a_run_that_waits_is_through_or_is_not_saved(tmp_path, caplog):
+    def waits():
+        job = training(9, seconds=3600.0)
+        with engines.threads(job, checkpoint=tmp_path / "waits") as run:
             # Not before the run: the signal would end these tests.
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
             list(run.pushes)
 
-    with pytest.raises(SystemExit):
-        go()
-
-
-def test_sigterm_after_the_last_push_still_saves_and_ends(tmp_path):
-    def go():
-        with engines.threads(make_job(9), checkpoint=tmp_path) as run:
+    def is_through():
+        with engines.threads(training(9), checkpoint=tmp_path / "through") as run:
             list(run.pushes)
             os.kill(os.getpid(), signal.SIGTERM)
 
-    with pytest.raises(SystemExit):
-        go()
-    assert [*steps_in(tmp_path)] == [9]
+    def is_not_saved():
+        with engines.simulated(training(50)) as run:
+            terminate_at(run, 3)
 
-
-def test_without_a_checkpoint_sigterm_says_that_nothing_is_saved(caplog):
-    with (
-        pytest.raises(SystemExit),
-        caplog.at_level(logging.WARNING),
-        engines.simulated(make_job(50)) as run,
-    ):
-        terminate_at(run, 3)
+    caplog.set_level(logging.WARNING)
+    for go in (waits, is_through, is_not_saved):
+        ends(go)
+    assert [*steps_in(tmp_path / "through")] == [9]
     assert "nothing is saved" in caplog.messages[-1]
 
 
@@ -462,7 +396,7 @@ def test_a_program_keeps_its_own_handler(tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))
     try:
-        with engines.simulated(make_job(30), checkpoint=tmp_path) as run:
+        with engines.simulated(training(30), checkpoint=tmp_path) as run:
             terminate_at(run, 3)
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -482,70 +416,63 @@ def events(caplog):
     return ended_in
 
 
-@pytest.mark.parametrize("inner", [engines.simulated, engines.threads])
-@pytest.mark.parametrize("reads", ["outer", "inner"])
-@pytest.mark.parametrize("depth", [2, 3])
+@pytest.mark.parametrize(
+    ("inner", "reads", "depth"),
+    [
+        (engines.simulated, 0, 2),
+        (engines.simulated, -1, 3),
+        (engines.threads, 0, 3),
+        (engines.threads, -1, 2),
+    ],
+)
 def test_sigterm_ends_all_runs_the_inner_first(
     engine, inner, reads, depth, tmp_path, events
 ):
-    kinds, runs = [engine, *[inner] * (depth - 1)], []
+    """Whichever of them the program reads."""
+    runs = []
 
     def go():
         with contextlib.ExitStack() as stack:
-            for i, kind in enumerate(kinds):
-                job = make_job(1000)
+            for i, kind in enumerate([engine, *[inner] * (depth - 1)]):
+                job = training(1000)
                 run = stack.enter_context(kind(job, checkpoint=tmp_path / f"{i}"))
                 runs.append(run)
                 next(run.pushes)
                 next(run.pushes)
-            terminate_at(runs[0 if reads == "outer" else -1], 5)
+            terminate_at(runs[reads], 5)
             pytest.fail("it goes on")
 
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as raised:
-        go()
-    assert raised.value.code == 143
-    assert signal.getsignal(signal.SIGTERM) is before is signal.SIG_DFL
+    ends(go)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert events() == [str(i) for i in reversed(range(depth))]
     for i, run in enumerate(runs):
-        ((pushes, _),) = steps_in(tmp_path / f"{i}").items()
-        assert pushes == run.counts().pushed >= 2
+        assert [*steps_in(tmp_path / f"{i}")] == [run.counts().pushed]
+        assert run.counts().pushed >= 2
 
 
-def test_a_program_that_survives_the_end_of_the_inner_run_loses_the_outer(
-    engine, tmp_path, events
+@pytest.mark.parametrize("inner_is_over", [True, False])
+def test_the_signal_of_an_inner_run_reaches_the_outer(
+    engine, inner_is_over, tmp_path, events
 ):
+    """Also if the program survives the end of the inner one, or that one is over."""
+
     def go():
-        with engine(make_job(1000), checkpoint=tmp_path / "outer") as outer:
+        with engine(training(1000), checkpoint=tmp_path / "outer") as outer:
             next(outer.pushes)
+            mine = signal.getsignal(signal.SIGTERM)
+            job = training(9 if inner_is_over else 1000)
             with (
                 contextlib.suppress(SystemExit),
-                engine(make_job(1000), checkpoint=tmp_path / "inner") as inner,
+                engine(job, checkpoint=tmp_path / "inner") as inner,
             ):
-                terminate_at(inner, 5)
-            list(outer.pushes)
+                assert signal.getsignal(signal.SIGTERM) is not mine
+                terminate_at(inner, 20 if inner_is_over else 5)
+            assert signal.getsignal(signal.SIGTERM) is mine
+            terminate_at(outer, 5 if inner_is_over else 10**6)
             pytest.fail("it goes on")
 
-    with pytest.raises(SystemExit):
-        go()
-    assert events() == ["inner", "outer"]
-
-
-def test_an_inner_run_that_is_over_leaves_the_signal_to_the_outer(
-    engine, tmp_path, events
-):
-    def go():
-        with engine(make_job(1000), checkpoint=tmp_path / "outer") as outer:
-            mine = signal.getsignal(signal.SIGTERM)
-            with engine(make_job(9), checkpoint=tmp_path / "inner") as inner:
-                assert signal.getsignal(signal.SIGTERM) is not mine
-                assert len(list(inner.pushes)) == 9
-            assert signal.getsignal(signal.SIGTERM) is mine
-            terminate_at(outer, 5)
-
-    with pytest.raises(SystemExit):
-        go()
-    assert events() == ["outer"]
+    ends(go)
+    assert events() == ["inner"] * (not inner_is_over) + ["outer"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -554,8 +481,8 @@ def test_runs_end_in_any_sequence(engine, number, tmp_path, events):
     end = SystemExit if number == signal.SIGTERM else KeyboardInterrupt
     before = signal.getsignal(number)
     first, second = contextlib.ExitStack(), contextlib.ExitStack()
-    one = first.enter_context(engine(make_job(9), checkpoint=tmp_path / "one"))
-    other = second.enter_context(engine(make_job(1000), checkpoint=tmp_path / "other"))
+    one = first.enter_context(engine(training(9), checkpoint=tmp_path / "one"))
+    other = second.enter_context(engine(training(1000), checkpoint=tmp_path / "other"))
     assert len(list(one.pushes)) == 9
     first.close()
     assert signal.getsignal(number) is not before
@@ -580,20 +507,19 @@ def test_a_thread_s_run_gets_no_signal(engine, tmp_path, events):
     pushes, begun, told = [], threading.Event(), threading.Event()
 
     def go_on():
-        with engine(make_job(30), checkpoint=tmp_path / "thread") as run:
+        with engine(training(30), checkpoint=tmp_path / "thread") as run:
             begun.set()
             told.wait()
             pushes.extend(run.pushes)
 
     def go():
-        with engine(make_job(1000), checkpoint=tmp_path / "main") as run:
+        with engine(training(1000), checkpoint=tmp_path / "main") as run:
             thread.start()
             begun.wait()
             terminate_at(run, 5)
 
     thread = threading.Thread(target=go_on)
-    with pytest.raises(SystemExit):
-        go()
+    ends(go)
     told.set()
     thread.join()
     assert len(pushes) == 30
@@ -608,7 +534,7 @@ def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path
             time.sleep(0)  # The interrupt is raised here, in a destructor.
 
     def go():
-        with engine(make_job(10**6), checkpoint=tmp_path) as run:
+        with engine(training(10**6), checkpoint=tmp_path) as run:
             for count, _ in enumerate(run.pushes):
                 if count == 3:
                     Dropping()
@@ -624,7 +550,7 @@ def test_an_interrupt_that_python_drops_ends_a_run_all_the_same(engine, tmp_path
 @pytest.mark.parametrize("count", [1, 3])
 def test_the_server_of_a_run_cannot_be_restored(engine, count):
     """The run would wait for pushes that the server takes for others, without end."""
-    with engine(make_job(20, count=count)) as run:
+    with engine(training(20, count=count)) as run:
         for done, _ in enumerate(run.pushes, 1):
             if done == 5:
                 state = run.server.state()

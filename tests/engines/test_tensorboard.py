@@ -57,16 +57,22 @@ def push(step, loss=1.0, norm=2.0, staleness=0, applied=True, incarnation="first
     return Push(0, 0, local_step, loss, norm, result, 20.0, 16.0, 12.0, 3.0)
 
 
+def board(logdir, *pushes, resumed=None):
+    """Writes a point at each push."""
+    with TensorBoard(logdir, Run(resumed), every_seconds=0) as write:
+        for each in pushes:
+            write(each)
+
+
 def read(logdir):
     """All that there is to see: step and value of each point, by tag."""
     everything = {"scalars": 0, "histograms": 0}
     events = event_accumulator.EventAccumulator(str(logdir), everything).Reload()
     tags = events.Tags()
-    found = {tag: events.Scalars(tag) for tag in tags["scalars"]}
-    points = {tag: [(e.step, e.value) for e in found[tag]] for tag in found}
+    found = {x: [(e.step, e.value) for e in events.Scalars(x)] for x in tags["scalars"]}
     for tag in tags["histograms"]:
-        points[tag] = [(e.step, e.histogram_value) for e in events.Histograms(tag)]
-    return points
+        found[tag] = [(e.step, e.histogram_value) for e in events.Histograms(tag)]
+    return found
 
 
 def steps(logdir):
@@ -91,7 +97,7 @@ def test_every_curve_equals_the_pushes(tmp_path, clock):
     # The first push is written at once, the last ones when the board is closed.
     sizes = [1, *rng.integers(1, 40, size=20), 5]
     expected = collections.defaultdict(list)
-    with TensorBoard(tmp_path, run, every_seconds=2.0) as board:
+    with TensorBoard(tmp_path, run, every_seconds=2.0) as write:
         for size in sizes:
             losses, norms = rng.lognormal(size=(2, size))
             staleness = rng.choice([0, 1, 2, 3, 7, 1000], size=size)
@@ -109,7 +115,7 @@ def test_every_curve_equals_the_pushes(tmp_path, clock):
                 clock[0] += 0.04
                 if number == size and size != sizes[-1]:
                     clock[0] = start + 2.0 + rng.exponential()
-                board(push(step, *values, applied))
+                write(push(step, *values, applied))
             seconds = clock[0] - start
             expected["step"].append(step)
             expected["loss"].append(losses.mean())
@@ -128,10 +134,10 @@ def test_every_curve_equals_the_pushes(tmp_path, clock):
             expected["staleness"].append(staleness)
     for tag in ("pushes a second", "steps a second"):
         expected[tag].pop()  # The end comes too soon for a rate.
-    points = read(tmp_path)
+    curves = read(tmp_path)
     shares = {"share of worker 1", "share of worker 4"}
-    assert points.keys() == TAGS | shares | {"staleness"}
-    for tag, curve in points.items():
+    assert curves.keys() == TAGS | shares | {"staleness"}
+    for tag, curve in curves.items():
         at, values = zip(*curve, strict=True)
         assert list(at) == expected["step"][: len(at)]
         if tag == "staleness":
@@ -159,61 +165,32 @@ def check_histogram(histogram, values):
 
 def test_a_point_waits_for_its_time_and_for_a_step(tmp_path, clock):
     seconds, reached = [0, 0.9, 1, 1.5, 3, 4, 5], [1, 2, 3, 4, 4, 4, 5]
-    with TensorBoard(tmp_path, Run(), every_seconds=1.0) as board:
+    with TensorBoard(tmp_path, Run(), every_seconds=1.0) as write:
         for second, step in zip(seconds, reached, strict=True):
             clock[0] = 100.0 + second
-            board(push(step, loss=float(second)))
+            write(push(step, loss=float(second)))
     # At 0.9 s and 1.5 s it is too soon, and at 4 s its step has a point already.
     means = [0.0, pytest.approx((0.9 + 1) / 2), (1.5 + 3) / 2, (4 + 5) / 2]
     assert read(tmp_path)["loss"] == [*zip([1, 3, 4, 5], means, strict=True)]
 
 
-def test_pushes_that_come_in_another_order_lead_no_curve_back(tmp_path):
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        for step in (1, 2, 4, 3, 5, 4):
-            board(push(step))
-    found = [step for step, _ in read(tmp_path)["steps a second"]]
-    assert found == sorted(found)
-    assert found[-1] == 5
-    rates = dict(read(tmp_path)["steps a second"]).values()
-    assert all(0 <= rate < np.inf for rate in rates)
-
-
 def test_rates_count_from_the_checkpoint_and_need_time(tmp_path, clock):
-    with TensorBoard(tmp_path, Run(resumed=20), every_seconds=0) as board:
+    with TensorBoard(tmp_path, Run(resumed=20), every_seconds=0) as write:
         for clock[0], step in [(102, 30), (102, 31), (103, 33)]:
-            board(push(step))
-    points = read(tmp_path)
-    assert points["pushes a second"] == [(30, 1 / 2), (33, 1.0)]
-    assert points["steps a second"] == [(30, 10 / 2), (33, 2.0)]
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_nan_and_inf_are_written_as_they_are(tmp_path, bad, caplog):
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        for step, loss in enumerate([1.0, bad, 1.0], 1):
-            board(push(step, loss, norm=1e300))
-    points = read(tmp_path)
-    assert not caplog.records
-    np.testing.assert_array_equal([x for _, x in points["loss"]], [1.0, bad, 1.0])
-    assert points["gradient norm"][0] == (1, np.inf)  # Points are float32.
+            write(push(step))
+    found = read(tmp_path)
+    assert found["pushes a second"] == [(30, 1 / 2), (33, 1.0)]
+    assert found["steps a second"] == [(30, 10 / 2), (33, 2.0)]
 
 
 def test_infinities_of_both_signs_have_no_mean(tmp_path, clock):
-    with TensorBoard(tmp_path, Run()) as board:
+    with TensorBoard(tmp_path, Run()) as write:
         for step, loss in enumerate([0.0, np.inf, -np.inf], 1):
-            board(push(step, loss))
+            write(push(step, loss))
     assert np.isnan(read(tmp_path)["loss"][-1][1])
 
 
 # What is hidden.
-
-
-def train(logdir, run, reached, loss):
-    """Writes a point at each of these steps."""
-    with TensorBoard(logdir, run, every_seconds=0) as board:
-        for step in reached:
-            board(push(step, loss))
 
 
 def legacy(logdir):
@@ -236,51 +213,89 @@ server.start()
 found, asked = {}, {"experiment_id": "", "plugin_name": "scalars", "downsample": 1000}
 while not found:
     found = server.data_provider.read_scalars(context.RequestContext(), **asked)
-print(json.dumps([point.step for point in found["."]["loss"]]))
+found = {name: [p.step for p in curves["loss"]] for name, curves in found.items()}
+print(json.dumps(found))
 """
 
 
 def fast(logdir):
-    """The steps that TensorBoard shows where it has its data server."""
+    """The steps that TensorBoard shows where it has its data server, for each run."""
     # In a process of its own, so that the server ends with it.
     command = [sys.executable, "-c", FAST, str(logdir)]
     return json.loads(subprocess.check_output(command, text=True, timeout=300))
 
 
-READERS = [steps, legacy, pytest.param(fast, marks=pytest.mark.slow)]
+def at(*steps, loss=1.0, **more):
+    return [push(step, loss, **more) for step in steps]
 
 
-@pytest.mark.parametrize("shown", READERS)
-def test_a_resumed_run_hides_points_after_its_checkpoint(tmp_path, shown):
-    train(tmp_path, Run(), range(1, 31), loss=1.0)
-    train(tmp_path, Run(resumed=20), [21, 25, 28], loss=2.0)
-    assert shown(tmp_path) == [*range(1, 21), 21, 25, 28]
-    losses = dict(read(tmp_path)["loss"])
-    assert [losses[step] for step in (20, 21, 28)] == [1.0, 2.0, 2.0]
+FIRST, SECOND = at(*range(1, 31)), {"loss": 2.0, "incarnation": "second"}
+ANOTHER = [push(s, 2.0, staleness=s - 21, incarnation="second") for s in (23, 21, 25)]
+NO_STEP = [*at(20, 21, applied=False), *at(20, applied=False, **SECOND)]
+# Under way at a death: pushes of two incarnations in turn.
+IN_TURN = [push(30, 0.0), *at(21, **SECOND), push(31, 2.0), *at(22, **SECOND)]
+TO_20 = dict.fromkeys(range(1, 21), 1.0)
+HISTORIES = {  # Boards, each by where its run resumed; and the losses that are seen.
+    "in another order": (
+        [(None, at(1, 2, 4, 3, 5, 4))],
+        dict.fromkeys((1, 2, 4, 5), 1),
+    ),
+    "nan": ([(None, at(1) + at(2, loss=np.nan))], {1: 1.0, 2: np.nan}),
+    "inf": ([(None, at(1) + at(2, loss=-np.inf, norm=1e300))], {1: 1.0, 2: -np.inf}),
+    "new run": ([(None, FIRST), (None, at(1, 5, loss=2.0))], {1: 2.0, 5: 2.0}),
+    "resumed": (
+        [(None, FIRST), (20, at(21, 25, 28, loss=2.0))],
+        TO_20 | {21: 2.0, 25: 2.0, 28: 2.0},
+    ),
+    "restarted": (
+        [(None, FIRST + at(21, 22, 25, **SECOND))],
+        TO_20 | {21: 2.0, 22: 2.0, 25: 2.0},
+    ),
+    "where it began": ([(None, FIRST + ANOTHER)], TO_20 | {23: 2.0, 25: 2.0}),
+    "no step": ([(None, FIRST), (20, NO_STEP)], TO_20 | {20: 2.0}),
+    "in turn": ([(None, IN_TURN)], {21: 2.0, 22: 2.0}),
+}
 
 
-@pytest.mark.parametrize("shown", READERS)
-def test_a_new_run_hides_the_one_before(tmp_path, shown):
-    train(tmp_path, Run(), range(1, 31), loss=1.0)
-    train(tmp_path, Run(), [1, 5], loss=2.0)
-    assert shown(tmp_path) == [1, 5]
+def write_all(logdir, name):
+    """The losses that are to be seen."""
+    boards, expected = HISTORIES[name]
+    for resumed, pushes in boards:
+        board(logdir, *pushes, resumed=resumed)
+    return expected
 
 
-@pytest.mark.parametrize("shown", READERS)
-def test_a_restarted_server_hides_its_lost_points(tmp_path, shown):
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        for step in range(1, 31):
-            board(push(step))
-        for step in (21, 22, 25):
-            board(push(step, loss=2.0, incarnation="second"))
-    assert shown(tmp_path) == [*range(1, 21), 21, 22, 25]
-    assert dict(read(tmp_path)["loss"])[21] == 2.0
-    rates = [rate for _, rate in read(tmp_path)["steps a second"]]
-    assert all(0 <= rate < np.inf for rate in rates)
+@pytest.mark.every
+@pytest.mark.parametrize("name", HISTORIES)
+def test_what_has_not_happened_is_hidden(tmp_path, name):
+    expected = write_all(tmp_path, name)
+    for shown in (steps, legacy):
+        assert shown(tmp_path) == sorted(shown(tmp_path))
+        assert {*shown(tmp_path)} == {*expected}
+    found = read(tmp_path)
+    np.testing.assert_equal(dict(found["loss"]), expected)
+    assert all(0 <= rate < np.inf for _, rate in found["steps a second"])
+    if name == "inf":
+        assert found["gradient norm"][-1] == (2, np.inf)  # Points are float32.
 
 
-@pytest.mark.parametrize("shown", READERS)
-@pytest.mark.parametrize("seconds", [-3600, -1e-9, 0, 3600])
+@pytest.mark.slow
+def test_the_data_server_hides_it_too(tmp_path):
+    expected = {name: write_all(tmp_path / name, name) for name in HISTORIES}
+    found = fast(tmp_path)
+    for name in HISTORIES.keys() - {"in another order", "where it began"}:
+        assert found[name] == sorted(expected[name])
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (-3600, legacy),
+        (-1e-9, steps),
+        (3600, legacy),
+        pytest.param(-3600, lambda x: fast(x)["."], marks=pytest.mark.slow),
+    ],
+)
 def test_a_clock_that_is_set_hides_nothing(tmp_path, shown, seconds, monkeypatch):
     """The clock of another machine, on which a run goes on, may be behind."""
     now = time.time_ns()
@@ -291,15 +306,15 @@ def test_a_clock_that_is_set_hides_nothing(tmp_path, shown, seconds, monkeypatch
         monkeypatch.setattr(time, "time", lambda: at / 10**9)
 
     set_clock(0)
-    train(tmp_path, Run(), range(1, 31), loss=1.0)
+    board(tmp_path, *FIRST)
     set_clock(seconds)
-    train(tmp_path, Run(resumed=20), [21, 25, 28], loss=2.0)
+    board(tmp_path, *at(21, 25, 28, loss=2.0), resumed=20)
     set_clock(2 * seconds)  # A server that starts again makes another file.
-    with TensorBoard(tmp_path, Run(resumed=25), every_seconds=0) as board:
-        board(push(26, loss=3.0))
+    with TensorBoard(tmp_path, Run(resumed=25), every_seconds=0) as write:
+        write(push(26, loss=3.0))
         set_clock(3 * seconds)
-        board(push(26, loss=4.0, incarnation="second"))
-        board(push(27, loss=4.0, incarnation="second"))
+        for each in at(26, 27, loss=4.0, incarnation="second"):
+            write(each)
     assert shown(tmp_path) == [*range(1, 21), 21, 25, 26, 27]
     expected = [1.0] * 20 + [2.0] * 2 + [4.0] * 2
     assert [loss for _, loss in read(tmp_path)["loss"]] == expected
@@ -318,87 +333,56 @@ def test_a_file_comes_after_those_of_other_writers(tmp_path, name):
     given = name.format(rest="9" * 17 + "0", seconds="9" * 8 + "0")
     (tmp_path / given).touch()
     (tmp_path / "notes.txt").touch()
-    train(tmp_path, Run(), [1, 5], loss=2.0)
+    board(tmp_path, *at(1, 5))
     assert max(path.name for path in tmp_path.glob("events*")) > given
     assert steps(tmp_path) == [1, 5]
-
-
-def test_the_first_push_of_a_life_tells_where_it_began(tmp_path):
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        for step in range(1, 31):
-            board(push(step))
-        for step in (23, 21, 22, 25):  # The new incarnation began at step 20.
-            board(push(step, staleness=step - 21, incarnation="second"))
-    assert steps(tmp_path) == [*range(1, 21), 23, 25]
-
-
-def test_pushes_under_way_at_a_death_lead_no_curve_ahead(tmp_path):
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        for step, loss, incarnation in [
-            (30, 0.0, "first"),
-            (21, 1.0, "second"),
-            (31, 2.0, "first"),
-            (22, 4.0, "second"),
-        ]:
-            board(push(step, loss, incarnation=incarnation))
-    assert read(tmp_path)["loss"] == [(21, 1.0), (22, 3.0)]
-    assert len(list(tmp_path.iterdir())) == 2
-
-
-@pytest.mark.parametrize("shown", READERS)
-def test_a_first_push_that_makes_no_step_hides_the_point_at_that_step(tmp_path, shown):
-    train(tmp_path, Run(), range(1, 31), loss=1.0)
-    with TensorBoard(tmp_path, Run(resumed=20), every_seconds=0) as board:
-        for step, incarnation in [(20, "first"), (21, "first"), (20, "second")]:
-            board(push(step, applied=False, incarnation=incarnation))
-    assert shown(tmp_path) == [*range(1, 21)]
 
 
 # Ends, and errors.
 
 
 def test_a_run_without_a_push_leaves_no_file(tmp_path):
-    with TensorBoard(tmp_path / "a" / "b", Run()) as board:
+    with TensorBoard(tmp_path / "a" / "b", Run()) as write:
         pass
-    board.close()
+    write.close()
     assert not any(path.is_file() for path in tmp_path.rglob("*"))
 
 
 def test_an_interrupt_loses_nothing_and_after_it_nothing_is_taken(tmp_path):
-    board = TensorBoard(os.fspath(tmp_path), Run(), every_seconds=1000)
+    write = TensorBoard(os.fspath(tmp_path), Run(), every_seconds=1000)
 
     def interrupted():
-        with board:
+        with write:
             for step in (1, 2, 3):
-                board(push(step))
+                write(push(step))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    board.close()
+    write.close()
     assert steps(tmp_path) == [1, 3]
     with pytest.raises(ValueError, match="closed"):
-        board(push(4))
+        write(push(4))
 
 
 def test_no_push_waits_for_the_disk(tmp_path, monkeypatch):
-    going, write = threading.Event(), tensorboardX.RecordWriter.write
+    going, real = threading.Event(), tensorboardX.RecordWriter.write
 
     def slow(file, record):
         assert going.wait(60)
-        write(file, record)
+        real(file, record)
 
     monkeypatch.setattr(tensorboardX.RecordWriter, "write", slow)
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as write:
         for step in range(1, 101):
-            board(push(step))
+            write(push(step))
         going.set()  # It would hang if it had waited.
     assert steps(tmp_path) == [*range(1, 101)]
 
 
 def test_written_events_can_be_read_at_once(tmp_path):
-    with TensorBoard(tmp_path, Run(), every_seconds=0) as board:
-        board(push(1))
+    with TensorBoard(tmp_path, Run(), every_seconds=0) as write:
+        write(push(1))
         end = time.monotonic() + 60
         while not read(tmp_path) and time.monotonic() < end:
             time.sleep(0.01)
@@ -407,45 +391,42 @@ def test_written_events_can_be_read_at_once(tmp_path):
 
 def test_a_full_disk_ends_no_run(tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    board = TensorBoard(tmp_path, Run(), every_seconds=0)
-    board(push(1))
+    write = TensorBoard(tmp_path, Run(), every_seconds=0)
+    write(push(1))
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
         for step in range(2, 200):
-            board(push(step))
-        board._disk.submit(int).result()  # Every write has been tried by now.
+            write(push(step))
+        write._disk.submit(int).result()  # Every write has been tried by now.
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    board(push(200))  # The points between would be missing.
+    write(push(200))  # The points between would be missing.
     with pytest.warns(RuntimeWarning, match="curves .* not complete: .*too large"):
-        board.close()
+        write.close()
     found = steps(tmp_path)
     assert found == [*range(1, len(found) + 1)]
     assert 0 < len(found) < 20
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path):
+def test_bad_arguments_are_told_at_once(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
     for logdir in (file, file / "below", "/proc"):
         with pytest.raises(OSError, match=rf"logdir must be a folder .*{logdir}"):
             TensorBoard(logdir, Run())
-    with pytest.raises(TypeError, match="logdir must be a path, got None"):
-        TensorBoard(None, Run())
+    for logdir, seconds, error, match in (
+        (None, 1.0, TypeError, "logdir must be a path, got None"),
+        ("", 1.0, ValueError, "logdir must be a path, got ''"),
+        *((tmp_path, x, ValueError, "every_seconds") for x in (-1.0, np.nan, np.inf)),
+    ):
+        with pytest.raises(error, match=match):
+            TensorBoard(logdir, Run(), every_seconds=seconds)
 
 
-@pytest.mark.parametrize("seconds", [-1.0, np.nan, np.inf])
-def test_seconds_are_checked(tmp_path, seconds):
-    with pytest.raises(ValueError, match="every_seconds"):
-        TensorBoard(tmp_path, Run(), every_seconds=seconds)
-
-
-def test_a_home_is_found_and_nowhere_is_refused(tmp_path, monkeypatch):
+def test_a_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     for logdir, where in ("~/curves", "curves"), ("s3:curves", "s3:curves"):
-        with TensorBoard(logdir, Run()) as board:
-            board(push(1))
+        with TensorBoard(logdir, Run()) as write:
+            write(push(1))
         assert steps(tmp_path / where) == [1]
-    with pytest.raises(ValueError, match="logdir must be a path, got ''"):
-        TensorBoard("", Run())

@@ -8,6 +8,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests.engines.jobs import ended, fails, make_job, worker
 
 PARAMS = {
     "table": np.linspace(-3, 3, 21, dtype=np.float32).reshape(7, 3),
@@ -54,12 +55,10 @@ def test_rows_are_cast_too(server):
     np.testing.assert_array_equal(rows, PARAMS["table"].astype(jnp.bfloat16)[ids])
 
 
-@pytest.mark.parametrize(
-    "dtype", [jnp.int32, "int8", bool, jnp.complex64, object, "no such", 3, float]
-)
-def test_no_other_dtype_is_taken(server, dtype):
-    with pytest.raises(TypeError, match=r"^dtype"):
-        server.pull(dtype=dtype)
+def test_no_other_dtype_is_taken(server):
+    for dtype in (jnp.int32, "int8", bool, jnp.complex64, object, "no such", 3, float):
+        with pytest.raises(TypeError, match=r"^dtype"):
+            server.pull(dtype=dtype)
     assert server.pull()[1] == 0
 
 
@@ -100,23 +99,23 @@ def in_pieces(w, x):
     return jax.value_and_grad(half)(w, x)
 
 
-@pytest.mark.parametrize("gradient", [jax.value_and_grad(half), in_pieces])
-@pytest.mark.parametrize("engine", [engines.simulated, engines.threads])
-@pytest.mark.parametrize("as_function", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "gradient", "as_function"),
+    [
+        (engines.simulated, jax.value_and_grad(half), True),
+        (engines.threads, in_pieces, False),
+    ],
+)
 def test_gradients_come_back_in_the_dtypes_of_the_parameters(
     engine, gradient, as_function
 ):
-    x = jnp.ones(3, jnp.bfloat16)
-    params = jnp.array([0.3, 0.7, -2.1])
-    job = engines.Job(
-        (lambda: params) if as_function else params,
-        gx.drop_stale(optax.sgd(0.5), 0),
-        [engines.Worker(gradient, lambda _: (x,), pull_dtype=jnp.bfloat16)],
-        pushes=3,
-    )
-    with engine(job) as run:
-        assert [push.number for push in run.pushes] == [0, 1, 2]
-        got = run.server.state()["params"]
+    x, params = jnp.ones(3, jnp.bfloat16), jnp.array([0.3, 0.7, -2.1])
+    halves = worker(gradient, lambda _: (x,), pull_dtype=jnp.bfloat16)
+    job = make_job([halves], 3, gx.drop_stale(optax.sgd(0.5), 0))
+    given = (lambda: params) if as_function else params
+    pushes, state, _ = ended(engine, job._replace(params=given))
+    assert [push.number for push in pushes] == [0, 1, 2]
+    got = state["params"]
     expected = np.array([0.3, 0.7, -2.1], np.float32)
     for _ in range(3):  # The gradient is that of the rounded weights.
         rounded = expected.astype(jnp.bfloat16)
@@ -130,10 +129,7 @@ def test_a_gradient_that_does_not_fit_is_named():
     def gradient(params):
         return jnp.float32(0), {"w": jnp.ones(3, jnp.bfloat16)}
 
-    worker = engines.Worker(gradient, pull_dtype=jnp.bfloat16)
-    job = engines.Job({"w": jnp.ones(2)}, optax.sgd(0.5), [worker], 1)
-    with (
-        pytest.raises(TypeError, match=r"grads and params differ at \['w'\]"),
-        engines.simulated(job) as run,
-    ):
-        list(run.pushes)
+    halves = worker(gradient, pull_dtype=jnp.bfloat16)
+    job = make_job([halves], 1, optax.sgd(0.5), params={"w": jnp.ones(2)})
+    match = r"grads and params differ at \['w'\]"
+    fails(engines.simulated, job, TypeError, match)

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 
 # An exception that a signal handler raises in a callback of the garbage collector.
 pytestmark = pytest.mark.filterwarnings(
@@ -76,43 +77,36 @@ PLACES = [lambda tree: tree, on_three_devices]
 
 
 @pytest.mark.parametrize("placed", PLACES)
-def test_without_donation_a_failing_step_changes_nothing(placed):
-    server = server_of(params=placed(ONES), donate=False)
-    server.push(ONES, 0)
-    before, stats = server.state(), server.stats()
-    with pytest.raises(jax.errors.JaxRuntimeError, match="unlucky"):
-        server.push(UNLUCKY, 1)
-    chex.assert_trees_all_equal(server.state(), before)
-    assert server.stats() == stats
-    assert_goes_on(server)
-
-
-@pytest.mark.parametrize("placed", PLACES)
 @pytest.mark.parametrize("number", [13.0, 14.0])
-def test_with_donation_a_failing_step_is_told_to_all_until_a_restore(number, placed):
-    server = server_of(params=placed(ONES))
+@BOTH
+def test_a_failing_step_changes_nothing_or_is_told_to_all_until_a_restore(
+    donate, number, placed
+):
+    server = server_of(params=placed(ONES), donate=donate)
     server.push(ONES, 0)
-    saved = server.state()
+    saved, stats = server.state(), server.stats()
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(server.wait, 7, 60)
+        waiting = pool.submit(server.wait, 7, 60) if donate else None
         with pytest.raises(jax.errors.JaxRuntimeError, match="unlucky") as raised:
             server.push({"w": jnp.full(3, number)}, 1)
-        assert "has lost its parameters" in raised.value.__notes__[0]
-        for call in (
-            waiting.result,
-            server.pull,
-            server.state,
-            lambda: server.push(ONES, 1),
-            lambda: server.wait(0, timeout=1),
-        ):
-            with pytest.raises(
-                gx.ServerClosedError, match=r"lost.*RuntimeError.*unlucky.*restore"
+        if donate:
+            assert "has lost its parameters" in raised.value.__notes__[0]
+            for call in (
+                waiting.result,
+                server.pull,
+                server.state,
+                lambda: server.push(ONES, 1),
+                lambda: server.wait(0, timeout=1),
             ):
-                call()
-    stats = server.stats()
-    assert (stats.accepted, stats.global_step) == (1, 1)
-    assert stats.lost.endswith("ValueError: unlucky")
-    server.restore(saved)
+                with pytest.raises(
+                    gx.ServerClosedError, match=r"lost.*RuntimeError.*unlucky.*restore"
+                ):
+                    call()
+            lost = server.stats()
+            assert (lost.accepted, lost.global_step) == (1, 1)
+            assert lost.lost.endswith("ValueError: unlucky")
+            server.restore(saved)
+    assert donate or server.stats() == stats
     assert server.stats().lost is None
     chex.assert_trees_all_equal(server.state(), saved)
     assert_goes_on(server)
@@ -328,31 +322,29 @@ class Interrupted:
                 pass
 
 
-def push_interrupted(count, params, **options):
-    """Pushes until ``count`` of them have been interrupted; each acts exactly once."""
-    server = gx.ParameterServer(params, gx.drop_stale(optax.adagrad(0.1), 2), **options)
-    grads = jax.tree.map(jnp.ones_like, params)
-    server.push(grads, 0)
+@BOTH
+def test_an_interrupted_push_acts_exactly_once(donate):
+    tx = gx.drop_stale(optax.adagrad(0.1), 2)
+    server = gx.ParameterServer(ONES, tx, donate=donate)
+    server.push(ONES, 0)
     interrupted, pushes = Interrupted(), 1
     with interrupts(interrupted.handle, longest=2e-3):
-        while interrupted.count < count:
-            push = functools.partial(server.push, grads, pushes, push_id=("me", pushes))
+        while interrupted.count < 50:
+            push = functools.partial(server.push, ONES, pushes, push_id=("me", pushes))
             result = interrupted.until_done(push)
             pushes += 1
             assert result[:3] == (True, 0, pushes)
     state, stats = server.state()["state"], server.stats()
     assert pushes == int(state.global_step) == stats.global_step == stats.accepted
     assert (int(state.stale_count), stats.lost) == (0, None)
-    return pushes
 
 
-def save_from_a_handler(count, params, **options):
-    """Pushes while a handler asks the server for everything that it can give."""
-    server = gx.ParameterServer(
-        params, gx.drop_stale(optax.adagrad(0.1), 10**6), **options
-    )
-    grads = jax.tree.map(jnp.ones_like, params)
-    server.push(grads, 0)
+@BOTH
+def test_a_signal_handler_may_ask_at_any_moment(donate):
+    """It asks the server for everything that it can give."""
+    tx = gx.drop_stale(optax.adagrad(0.1), 10**6)
+    server = gx.ParameterServer(ONES, tx, donate=donate)
+    server.push(ONES, 0)
     asked = []
 
     def handle():
@@ -361,28 +353,17 @@ def save_from_a_handler(count, params, **options):
         # The interrupted push may come to its end meanwhile.
         assert int(state["state"].global_step) <= stats.global_step <= seen
         chex.assert_tree_all_finite((state, pulled))
-        assert server.push(grads, seen).applied
+        assert server.push(ONES, seen).applied
         asked.append(seen)
 
     pushes = 1
     with interrupts(handle, longest=5e-3):
-        while len(asked) < count:
+        while len(asked) < 30:
             _, seen = server.pull()
-            assert server.push(grads, seen).applied
+            assert server.push(ONES, seen).applied
             pushes += 1
     assert server.stats().accepted == pushes + len(asked)
     assert int(server.state()["state"].global_step) == pushes + len(asked)
-    return pushes
-
-
-@BOTH
-def test_an_interrupted_push_acts_exactly_once(donate):
-    push_interrupted(50, ONES, donate=donate)
-
-
-@BOTH
-def test_a_signal_handler_may_ask_at_any_moment(donate):
-    save_from_a_handler(30, ONES, donate=donate)
 
 
 # All at once.
@@ -394,9 +375,10 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("require_finite", [True, False])
-@BOTH
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize(
+    ("gate", "donate", "require_finite"),
+    half(list(GATES), [True, False], [True, False]),
+)
 def test_sixteen_threads_and_failures_of_every_kind(gate, donate, require_finite):
     options = {"donate": donate, "require_finite": require_finite}
     # A failing step would take donated arrays along, so with donation no step fails.

@@ -16,6 +16,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from tests.engines.jobs import make_job, worker
 
 NAMES = {"jax_disable_jit": True, "jax_transfer_guard": "disallow"}
 
@@ -36,7 +37,6 @@ SETTINGS = {
     "transfer_guard here": lambda: jax.transfer_guard("disallow"),
     **{f"{name} everywhere": lambda name=name: everywhere(name) for name in NAMES},
 }
-settings = pytest.mark.parametrize("setting", SETTINGS.values(), ids=SETTINGS)
 
 TX = gx.drop_stale(optax.chain(gx.clip_by_global_norm(1.0), gx.adagrad(0.1)), 2)
 
@@ -76,8 +76,10 @@ def use(pushes, start):
 
 
 @pytest.mark.slow
-@settings
-@pytest.mark.parametrize("main", [True, False], ids=["main thread", "other thread"])
+@pytest.mark.parametrize(
+    ("setting", "main"),
+    [*zip(SETTINGS.values(), (True, True, False, False), strict=True)],
+)
 def test_a_server_works(setting, main):
     pushes, start = gradients(), params()
 
@@ -93,18 +95,23 @@ def test_a_server_works(setting, main):
     assert jax.tree.map(jax.typeof, got[1]) == jax.tree.map(jax.typeof, wanted[1])
 
 
-@settings
-@pytest.mark.parametrize("engine", [engines.simulated, engines.threads])
+@pytest.mark.parametrize(
+    ("setting", "engine"),
+    [
+        *zip(
+            SETTINGS.values(),
+            (engines.threads, engines.simulated, engines.simulated, engines.threads),
+            strict=True,
+        )
+    ],
+)
 def test_an_engine_works(setting, engine):
     gradient = jax.jit(jax.value_and_grad(lambda w, x: jnp.mean((w - x) ** 2)))
-    start, x = jnp.zeros(3), jnp.ones(3)
-    job = engines.Job(
-        start,
-        gx.worker_mean(optax.sgd(0.1), 2, method="latest"),
-        [engines.Worker(gradient, lambda _: (x,))] * 2,
-        pushes=9,
-        max_staleness=lambda step: 8 + 0 * step,
-    )
+    x, start = jnp.ones(3), jnp.zeros(3)
+    workers = [worker(gradient, lambda _: (x,))] * 2
+    tx = gx.worker_mean(optax.sgd(0.1), 2, method="latest")
+    limit = lambda step: 8 + 0 * step  # noqa: E731
+    job = make_job(workers, 9, tx, params=start, max_staleness=limit)
     with setting(), engine(job) as run:
         pushes = list(run.pushes)
     assert len(pushes) == run.counts().accepted == 9
