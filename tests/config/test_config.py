@@ -558,6 +558,7 @@ runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarnin
 
 
 @runs_keras
+@pytest.mark.every
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 def test_schedule_is_that_of_keras(schedule):
@@ -581,6 +582,7 @@ def sgdr(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
 
 
 # As in Keras's own tests: the defaults, in float64, and each argument on its own.
+@pytest.mark.every
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     "options", [{}, {"alpha": 0.1}, {"m_mul": 0.9}, {"t_mul": 1.0}, {"t_mul": 1.1}]
