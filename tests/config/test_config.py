@@ -603,6 +603,19 @@ def test_cosine_restarts_are_those_of_their_paper(options, x64):
     np.testing.assert_allclose(-np.array(updates), expected, rtol=rtol, atol=rtol)
 
 
+def test_a_line_times_a_cosine_is_that_of_its_paper():
+    numbers = {"decay_steps": 7, "num_periods": 1.5, "alpha": 0.25, "beta": 0.125}
+    rate = {"name": "linear_cosine_decay", "init_value": 0.5, **numbers}
+    tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": rate})
+    steps = np.arange(10)
+    past = np.minimum(steps / 7, 1)
+    cosine = (1 + np.cos(2 * np.pi * 1.5 * past)) / 2
+    states = [optax.ScaleByScheduleState(jnp.int32(step)) for step in steps]
+    updates = [tx.update(jnp.ones(()), state)[0] for state in states]
+    expected = 0.5 * ((0.25 + 1 - past) * cosine + 0.125)
+    np.testing.assert_allclose(-np.array(updates), expected, rtol=3e-6)
+
+
 OURS = {
     "inverse_time_decay": {"transition_steps": 3, "decay_rate": 1},
     "polynomial_decay": {"end_value": 0, "power": 2, "transition_steps": 3},

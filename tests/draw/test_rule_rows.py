@@ -23,20 +23,17 @@ ARGS = {
     "square": jnp.ones((2, 3, 3, 3)),
     "part": jnp.ones((2, 3, 1)),
 }
-DOWN = "lax.GatherDimensionNumbers(offset_dims={}, collapsed_slice_dims={}, {})"
-BESIDE = "start_index_map=(1,), operand_batching_dims={}, start_indices_batching_dims={}"
 
 
 def gathered(offset, collapsed, sizes, batch=()):
-    beside = BESIDE.format(batch, (0,) if batch else ())
-    numbers = DOWN.format(offset, collapsed, beside)
-    return f"lax.gather(y, i, {numbers}, {sizes})"
+    dims = f"{offset}, {collapsed}, (1,), {batch}, {(0,) if batch else ()}"
+    return f"lax.gather(y, i, lax.GatherDimensionNumbers({dims}), {sizes})"
 
 
-def scattered(window, inserted, updates, at="i", batch=(), to="y"):
-    beside = f"(1,), {batch}, {(0,) if batch else ()}"
-    dims = f"lax.ScatterDimensionNumbers({window}, {inserted}, {beside})"
-    return f"lax.scatter_add({to}, {at}, {updates}, {dims})"
+def scattered(window, inserted, updates, at="i", batch=()):
+    dims = f"{window}, {inserted}, (1,), {batch}, {(0,) if batch else ()}"
+    numbers = f"lax.ScatterDimensionNumbers({dims})"
+    return f"lax.scatter_add(y, {at}, {updates}, {numbers})"
 
 
 TABLE = """
@@ -56,6 +53,7 @@ lax.reshape(x, (1, 2, 3, 1, 4)) | x0=1 x1=2 x2=4
 lax.reshape(x, (4, 6), dimensions=(2, 1, 0)) | x0= x1=1 x2=0
 lax.reshape(x, (4, 6), dimensions=(2, 0, 1)) | x0=1 x1= x2=0
 lax.reshape(x, (8, 3), dimensions=(0, 2, 1)) | x0=0 x1=1 x2=
+lax.bitcast_convert_type(x.astype("int8"), "float32") | x0=0 x1=1 x2=
 lax.cumsum(x, 1) | x0=0 x1= x2=2
 lax.rev(x, (0, 2)) | x0= x1=1 x2=
 lax.sort(x, dimension=2) | x0=0 x1=1 x2=
@@ -84,15 +82,23 @@ lax.scan(lambda c, a: (c, a + v.sum()), (), x)[1] | x0=0 x1= v0=
 lax.scan(lambda c, a: (c, jax.debug.callback(print, a)), (), x)[0] | x0= x1=
 """
 ROWS = [line.split(" | ") for line in TABLE.strip().splitlines()]
+if hasattr(lax, "stack_p"):  # From JAX 0.12 on.
+    ROWS += [("lax.stack([x, x], axis=1)", "x0=0 x1=2 x2=3")]
+    ROWS += [("lax.unstack(x, axis=1)[0]", "x0=0 x1= x2=1")]
 ROWS += [
     # Each index reads a column, of all rows.
     (gathered((0,), (1,), (2, 1)), "y0=0 y1= i0=1"),
     (gathered((0,), (1,), (1, 1)), "y0= y1= i0=1"),
     (gathered((1, 2), (), (2, 1)), "y0=1 y1= i0=0"),
+    # Each row has its own index.
+    (
+        "lax.gather(y, i[:2], lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,)), "
+        "(1, 1))",
+        "y0=0 y1=",
+    ),
     (scattered((0,), (1,), "y"), "y0=0 y1= i0="),
     (scattered((0,), (1,), "part[:, :, 0]"), "y0=0 y1= i0="),
     (scattered((0,), (1,), "y[:1]"), "y0= y1= i0="),
-    # Each row has its own index.
     (scattered((), (1,), "y[:, 0]", "i[:2]", (0,)), "y0=0 y1="),
 ]
 
