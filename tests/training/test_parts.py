@@ -215,17 +215,16 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.every
 @pytest.mark.parametrize(
-    "read",
+    ("read", "compiled"),
     [
-        lambda t, ids: t[ids],
-        lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"),
-        lambda t, ids: t.at[ids].get(mode="promise_in_bounds"),
-        lambda t, ids: t[49],
-        lambda t, ids: t[-1:],
-        lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1),
+        (lambda t, ids: t[ids], True),
+        (lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"), True),
+        (lambda t, ids: t.at[ids].get(mode="promise_in_bounds"), False),
+        (lambda t, ids: t[49], True),
+        (lambda t, ids: t[-1:], False),
+        (lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1), False),
     ],
     ids=["index", "clip", "promise", "static", "slice", "dynamic"],
 )
@@ -352,7 +351,6 @@ def test_a_part_without_a_gradient_stays():
     np.testing.assert_array_equal(new["table"].values, params["table"].values)
 
 
-@pytest.mark.slow
 def test_compensation_reads_the_part_that_the_worker_had():
     tx = gx.compensate_delay(variance_control=0.5)
     today = model(jnp.asarray(TABLE) + 1)
