@@ -1,0 +1,51 @@
+"""Numbers at the edges of arguments: what one entry or the next step alone shows."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("l1", [0.0, 0.25, 1.0])
+def test_proximal_adagrad_with_a_schedule(l1):
+    tx = gx.proximal_adagrad(lambda count: 0.5 / (1 + count.astype("float32")), 0.1, l1)
+    w, acc = np.array([1.5, -0.75, 0.05]), np.full(3, 0.1)
+    params, rng = jnp.asarray(w, "float32"), np.random.default_rng(0)
+    state = tx.init(params)
+    for step in range(4):
+        g = rng.standard_normal(3).astype("float32")
+        params, state = gx.apply_gradients(tx, jnp.asarray(g), state, params)
+        acc += np.float64(g) ** 2
+        eta = 0.5 / (1 + step) / np.sqrt(acc)
+        v = w - eta * g
+        w = np.sign(v) * np.maximum(np.abs(v) - eta * l1, 0)
+        np.testing.assert_allclose(params, w, rtol=2e-6, atol=1e-7)
+
+
+def test_a_residual_is_the_nearest_whole_number():
+    """float16 has steps of 2**-24 here, int16 divides them, and float32 is finer."""
+    start, part = 2.0**-19, 2.0**-40
+    wanted = start + np.random.default_rng(0).random(1000, "float32") * 2.0**-20
+    params = jnp.full(1000, start, "float16")
+    tx = gx.master_weights(optax.sgd(1.0))
+    params, state = gx.apply_gradients(tx, start - wanted, tx.init(params), params)
+    error = np.abs(np.float64(gx.get_master_weights(params, state)) - wanted)
+    assert 0.4 * part < error.max() < 0.6 * part
+
+
+def test_the_mean_of_a_leaf_without_a_gradient_waits_for_the_next_step():
+    tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    state = tx.init(params)
+    pushes = [(0, 0, 2.0), (1, 0, None), (0, 1, 4.0), (1, 1, 6.0)]
+    for worker, step, b in pushes:
+        grads = {"a": jnp.ones(()), "b": None if b is None else jnp.float32(b)}
+        params, state = gx.apply_gradients(
+            tx, grads, state, params, worker=worker, local_step=step
+        )
+    # The step of the second push leaves out b. Half of 2, 4 and 6 makes the next one.
+    assert jax.tree.map(float, params) == {"a": -2.0, "b": -6.0}
