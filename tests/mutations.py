@@ -57,7 +57,9 @@ PAIRS = (
 OTHER = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # Nothing is computed there, or a message is written.
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom
-TYPES = re.compile(r"if TYPE_CHECKING|\w+: TypeAlias|\w+ = TypeVar|__version__")
+NO_FAULT = re.compile(
+    r"strict=True|if TYPE_CHECKING|\w+: TypeAlias|\w+ = TypeVar|__version__"
+)
 NOT_COMPUTED = {"annotation", "returns", "decorator_list", "type_params"}
 
 
@@ -79,8 +81,8 @@ class Mutation(NamedTuple):
 
 def computed(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes that compute something, in the order of the source."""
-    is_statement = isinstance(node, ast.stmt)
-    if isinstance(node, SKIPPED) or (is_statement and TYPES.match(ast.unparse(node))):
+    is_named = isinstance(node, ast.stmt | ast.keyword)
+    if isinstance(node, SKIPPED) or (is_named and NO_FAULT.match(ast.unparse(node))):
         return
     yield node
     for field, value in ast.iter_fields(node):

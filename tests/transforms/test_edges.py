@@ -1,12 +1,16 @@
-"""Numbers at the edges of arguments: what one entry or the next step alone shows."""
+"""What only the edge of an argument shows, or only the next step."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+
+SGD = optax.sgd(0.1)
 
 
 @pytest.mark.every
@@ -49,3 +53,41 @@ def test_the_mean_of_a_leaf_without_a_gradient_waits_for_the_next_step():
         )
     # The step of the second push leaves out b. Half of 2, 4 and 6 makes the next one.
     assert jax.tree.map(float, params) == {"a": -2.0, "b": -6.0}
+
+
+NO_GRADIENT = {
+    "a branch": {"w": None, "ids": None},
+    "masked": {"w": {"a": optax.MaskedNode(), "b": optax.MaskedNode()}, "ids": None},
+    "float0": {"w": {"a": None, "b": None}, "ids": np.zeros(2, jax.dtypes.float0)},
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("grads", NO_GRADIENT.values(), ids=NO_GRADIENT)
+@pytest.mark.parametrize("wrap", [gx.delayed, gx.accumulate, gx.drop_stale])
+def test_each_way_to_say_that_a_leaf_has_no_gradient(wrap, grads):
+    params = {"w": {"a": jnp.ones(2), "b": jnp.ones(3)}, "ids": jnp.arange(2)}
+    params, grads = params | {"c": jnp.ones(())}, grads | {"c": jnp.ones(())}
+    tx = wrap(SGD, 1)
+    state = tx.init(params)
+    updates, _ = tx.update(grads, state, params, local_step=0)
+    assert updates | {"c": 0} == {"w": {"a": None, "b": None}, "ids": None, "c": 0}
+
+
+def test_a_fraction_of_a_state_on_the_host():
+    tx = gx.drop_stale(SGD, 0)
+    state = tx.init(jnp.ones(2))
+    for _ in range(3):
+        _, state = tx.update(jnp.ones(2), state, local_step=0)
+    assert gx.staleness_fraction(gx.on_host(state, min_size=1)) == 1.0
+
+
+def test_a_dense_gradient_lies_where_its_table_does():
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,))
+    table = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("x", None)))
+    grads = gx.IndexedSlices([1, 3], jnp.ones((2, 2)), (4, 2))
+    tx = gx.densify()
+    with jax.set_mesh(mesh):
+        dense, _ = jax.jit(tx.update)(grads, tx.init(table), table)
+    assert dense.sharding == table.sharding
+    assert tx.update(grads, tx.init(table))[0].tolist() == dense.tolist()
