@@ -90,12 +90,6 @@ jax.tree.unflatten(jax.tree.structure(GRADS), [jnp.arange(2), jnp.ones(2)])
   RowSparseError: row-sparse
 gx.lookup(1.0, [0])
   ValueError: table must have at least one axis, got a scalar
-gx.value_and_grad(jnp.sum, tables="w")
-  TypeError: tables must be a sequence of paths, got 'w'
-gx.value_and_grad(jnp.sum, tables=["w"])({"w": 1.0})
-  ValueError: tables must name arrays of .* 'w' is float32\[\]
-gx.value_and_grad(lambda p: (p["w"], p["t"]), tables=["t"], has_aux=True)(TABLE)
-  TypeError: 't' is one of tables.* returned as it is
 reads_table(TABLE, ["t"], trainable={"w": True, "t": False})
   ValueError: tables names 't', which is not trainable
 by_row(lambda g, s: (g, s), lambda p: jax.tree.map(only_four, p))

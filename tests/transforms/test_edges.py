@@ -74,14 +74,6 @@ def test_each_way_to_say_that_a_leaf_has_no_gradient(wrap, grads):
     assert updates | {"c": 0} == {"w": {"a": None, "b": None}, "ids": None, "c": 0}
 
 
-def test_a_fraction_of_a_state_on_the_host():
-    tx = gx.drop_stale(SGD, 0)
-    state = tx.init(jnp.ones(2))
-    for _ in range(3):
-        _, state = tx.update(jnp.ones(2), state, local_step=0)
-    assert gx.staleness_fraction(gx.on_host(state, min_size=1)) == 1.0
-
-
 def test_a_dense_gradient_lies_where_its_table_does():
     mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,))
     table = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("x", None)))
