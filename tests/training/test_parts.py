@@ -225,10 +225,11 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
         (lambda t, ids: t[49], True),
         (lambda t, ids: t[-1:], False),
         (lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1), False),
+        (lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[0] - 3, 1), True),
     ],
-    ids=["index", "clip", "promise", "static", "slice", "dynamic"],
+    ids=["index", "clip", "promise", "static", "slice", "dynamic", "first"],
 )
-def test_ids_beyond_the_table_read_its_last_row(read, compiled):
+def test_ids_at_the_ends_of_the_table_and_beyond(read, compiled):
     """They read the last row. A part gets a gradient of it only where a table does."""
     ids = jnp.array([3, HEIGHT + 5])
 
@@ -238,7 +239,7 @@ def test_ids_beyond_the_table_read_its_last_row(read, compiled):
 
     how = jax.jit if compiled else lambda f: f
     value_and_grad = how(gx.value_and_grad(loss, tables=["table"], has_aux=True))
-    (value, rows), grads = value_and_grad(model(part((3, 49, HEIGHT))))
+    (value, rows), grads = value_and_grad(model(part((0, 3, 49, HEIGHT))))
     dense = jax.value_and_grad(loss, has_aux=True)
     (wanted, wanted_rows), table = dense(model(jnp.asarray(TABLE)))
     np.testing.assert_array_equal(rows, wanted_rows)

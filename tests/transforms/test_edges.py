@@ -55,6 +55,18 @@ def test_the_mean_of_a_leaf_without_a_gradient_waits_for_the_next_step():
     assert jax.tree.map(float, params) == {"a": -2.0, "b": -6.0}
 
 
+def test_ringleader_keeps_a_second_push_for_the_next_cycle():
+    tx = gx.worker_mean(optax.sgd(1.0), 2, method="ringleader")
+    params, seen = jnp.zeros(()), []
+    state = tx.init(params)
+    for worker, g in ((0, 2.0), (1, 4.0), (1, 10.0), (0, 6.0), (0, 2.0)):
+        grads = jnp.float32(g)
+        params, state = gx.apply_gradients(tx, grads, state, params, worker=worker)
+        seen.append(float(params))
+    # Means of 2 and 4; of (2 + 6) / 2 and 4; of 2 and the 10 that waited.
+    assert seen == [0, -3, -3, -7, -13]
+
+
 NO_GRADIENT = {
     "a branch": {"w": None, "ids": None},
     "masked": {"w": {"a": optax.MaskedNode(), "b": optax.MaskedNode()}, "ids": None},
