@@ -30,6 +30,19 @@ def test_proximal_adagrad_with_a_schedule(l1):
         np.testing.assert_allclose(params, w, rtol=2e-6, atol=1e-7)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("start", [0.0, 0.5, 1.0])
+def test_ftrl_with_another_power_starts_from_any_sum(start):
+    tx = gx.ftrl(0.5, -0.7, start)
+    w, g = np.array([1.5, -0.75]), np.array([2.0, -0.25])
+    params = jnp.asarray(w, "float32")
+    grads = jnp.asarray(g, "float32")
+    new, _ = gx.apply_gradients(tx, grads, tx.init(params), params)
+    n = start + g**2
+    z = g - (n**0.7 - start**0.7) / 0.5 * w
+    np.testing.assert_allclose(new, -z / (n**0.7 / 0.5), rtol=2e-6, atol=1e-6)
+
+
 def test_a_residual_is_the_nearest_whole_number():
     """float16 has steps of 2**-24 here, int16 divides them, and float32 is finer."""
     start, part = 2.0**-19, 2.0**-40
