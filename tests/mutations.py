@@ -11,9 +11,9 @@ user can see.
 
     python -m tests.mutations _gates/gate.py --list
     python -m tests.mutations _gates/gate.py --only 3 17 -n 2 --part quick
-    python -m tests.mutations --sample 2
+    python -m tests.mutations _gates _server/core.py --sample 60 --seed 1
 
-The last one builds in two faults of each module, the same each time.
+The last one draws 60 of all faults of a folder and of a file, the same each time.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ PACKAGE = REPOSITORY / "gradxform"
 OF_EVERY_SUBPACKAGE = [
     f"tests/test_{x}.py" for x in ("guards", "sharded", "compiled", "contract")
 ]
+# Where the tests of a subpackage are, unless a folder has its name.
+TESTS = {"_slices": "draw", "_gates": "late", "_numbers": "trees", "_rows": "training"}
 LIMIT = 3600  # Seconds for one run of pytest; a run that hangs has caught the fault.
 
 PAIRS = (
@@ -55,6 +57,9 @@ PAIRS = (
 OTHER = {a: b for pair in PAIRS for a, b in (pair, pair[::-1])}
 # Nothing is computed there, or a message is written.
 SKIPPED = ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom
+NO_FAULT = re.compile(
+    r"strict=True|if TYPE_CHECKING|\w+: TypeAlias|\w+ = TypeVar|__version__"
+)
 NOT_COMPUTED = {"annotation", "returns", "decorator_list", "type_params"}
 
 
@@ -76,7 +81,8 @@ class Mutation(NamedTuple):
 
 def computed(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes that compute something, in the order of the source."""
-    if isinstance(node, SKIPPED):
+    is_named = isinstance(node, ast.stmt | ast.keyword)
+    if isinstance(node, SKIPPED) or (is_named and NO_FAULT.match(ast.unparse(node))):
         return
     yield node
     for field, value in ast.iter_fields(node):
@@ -142,20 +148,16 @@ def mutations(file: str, source: str) -> list[Mutation]:
     return sorted(found.values(), key=lambda mutation: mutation.line)
 
 
-def of_files(names: list[str], sample: int | None) -> list[Mutation]:
-    """All faults of these files, or a sample of each one's."""
-    chosen = []
-    for name in names or sorted(str(p.relative_to(PACKAGE)) for p in MODULES):
-        found = mutations(name, (PACKAGE / name).read_text())
-        if sample is not None:
-            rng = random.Random(name)
-            kept = sorted(rng.sample(range(len(found)), min(sample, len(found))))
-            found = [found[i] for i in kept]
-        chosen += found
-    return chosen
-
-
-MODULES = list(PACKAGE.rglob("*.py"))
+def of_files(names: list[str], sample: int | None, seed: int) -> list[Mutation]:
+    """All faults of these files and folders, or a sample of all of them."""
+    paths = [PACKAGE / name for name in names or ["."]]
+    modules = [m for p in paths for m in (sorted(p.rglob("*.py")) or [p])]
+    files = {str(m.relative_to(PACKAGE)): m.read_text() for m in modules}
+    found = [x for file, source in files.items() for x in mutations(file, source)]
+    if sample is None:
+        return found
+    kept = random.Random(seed).sample(range(len(found)), min(sample, len(found)))
+    return [found[i] for i in sorted(kept)]
 
 
 def copied(folder: pathlib.Path) -> pathlib.Path:
@@ -187,9 +189,8 @@ def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
 
     subpackage, _, module = file.removesuffix(".py").rpartition("/")
     name = f"test_{module.strip('_')}.py"
-    own = found(
-        f"tests/{subpackage.strip('_')}/test_*.py" if subpackage else f"tests/{name}"
-    )
+    tests = TESTS.get(subpackage, subpackage.strip("_"))
+    own = found(f"tests/{tests}/test_*.py" if subpackage else f"tests/{name}")
     own.sort(key=lambda path: not path.endswith(name))
     own.append(f"gradxform/{file}")  # Its doctests.
     rest = [*found("tests/*/test_*.py"), *found("tests/test_*.py"), "gradxform"]
@@ -239,14 +240,15 @@ def outcome(
 def main() -> None:
     """Runs the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("files", nargs="*", help="in gradxform/; by default all")
-    parser.add_argument("--sample", type=int, metavar="NUMBER", help="of each file")
+    parser.add_argument("files", nargs="*", help="or folders, in gradxform/")
+    parser.add_argument("--sample", type=int, metavar="NUMBER", help="of all")
+    parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER")
     parser.add_argument("--part", choices=("quick", "all"), default="all")
     parser.add_argument("-n", type=int, default=1, metavar="JOBS")
     parser.add_argument("--list", action="store_true", help="prints the faults alone")
     args = parser.parse_args()
-    chosen = dict(enumerate(of_files(args.files, args.sample), 1))
+    chosen = dict(enumerate(of_files(args.files, args.sample, args.seed), 1))
     if args.only:
         chosen = {number: chosen[number] for number in args.only}
     if args.list:

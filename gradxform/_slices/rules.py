@@ -214,9 +214,8 @@ def _without(axes: tuple[int, ...], along: Along) -> Along | None:
 
 def _padded(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
     """Entries may be added along other axes."""
-    del number
-    is_kept = operand == 0 and not any(eqn.params["padding_config"][along.axis])
-    return along if is_kept else None
+    del operand, number
+    return None if any(eqn.params["padding_config"][along.axis]) else along
 
 
 def _multiplied(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:

@@ -577,6 +577,7 @@ def rates(configs, steps):
 
 
 @runs_keras
+@pytest.mark.every
 @pytest.mark.usefixtures("standard_promotion")
 def test_schedules_are_those_of_keras():
     steps = [*range(13), 20, 29]
@@ -610,6 +611,19 @@ def test_cosine_restarts_are_those_of_their_paper(x64):
             assert got.dtype == (jnp.float64 if x64 else jnp.float32)
             expected = [sgdr(step, 1000, **options[number]) for step in steps]
             np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol)
+
+
+def test_a_line_times_a_cosine_is_that_of_its_paper():
+    numbers = {"decay_steps": 7, "num_periods": 1.5, "alpha": 0.25, "beta": 0.125}
+    rate = {"name": "linear_cosine_decay", "init_value": 0.5, **numbers}
+    tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": rate})
+    steps = np.arange(10)
+    past = np.minimum(steps / 7, 1)
+    cosine = (1 + np.cos(2 * np.pi * 1.5 * past)) / 2
+    states = [optax.ScaleByScheduleState(jnp.int32(step)) for step in steps]
+    updates = [tx.update(jnp.ones(()), state)[0] for state in states]
+    expected = 0.5 * ((0.25 + 1 - past) * cosine + 0.125)
+    np.testing.assert_allclose(-np.array(updates), expected, rtol=3e-6)
 
 
 OURS = {

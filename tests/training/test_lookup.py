@@ -403,6 +403,7 @@ def test_no_array_of_the_size_of_the_table():
     assert memory(1_000_000, ())[1] > 1_000_000 * 8 * 4  # The dense gradient.
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("tables", "params", "error", "message"),
     [
@@ -411,6 +412,7 @@ def test_no_array_of_the_size_of_the_table():
         ("emb", EMB, TypeError, "must be a sequence of paths, got 'emb'"),
         (["n"], {"n": jnp.arange(3)}, ValueError, r"rows, but 'n' is int32\[3\]"),
         (["w"], EMB, ValueError, r"rows, but 'w' is float32\[\]"),
+        (["w"], {"w": 0.5}, ValueError, r"rows, but 'w' is float32\[\]"),
         (lambda _: True, EMB, ValueError, r"rows, but 'w' is float32\[\]"),
     ],
 )
@@ -603,6 +605,7 @@ OTHER_WAYS = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("name", "expression"),
     [(name, e) for name, es in OTHER_WAYS.items() for e in es.split(" | ")],
@@ -619,6 +622,7 @@ def test_a_named_table_is_read_in_no_other_way(name, expression):
         gx.value_and_grad(loss, tables=["a/emb"], has_aux=True)(params)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("use", "how"),
     [

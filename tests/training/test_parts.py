@@ -183,20 +183,21 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
     np.testing.assert_allclose(got, wanted, rtol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("read", "compiled"),
     [
         (lambda t, ids: t[ids], True),
-        (lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"), False),
-        (lambda t, ids: t.at[ids].get(mode="promise_in_bounds"), True),
-        (lambda t, ids: t[49], False),
-        (lambda t, ids: t[-1:], True),
+        (lambda t, ids: jnp.take(t, ids, axis=0, mode="clip"), True),
+        (lambda t, ids: t.at[ids].get(mode="promise_in_bounds"), False),
+        (lambda t, ids: t[49], True),
+        (lambda t, ids: t[-1:], False),
         (lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[1], 1), False),
+        (lambda t, ids: jax.lax.dynamic_slice_in_dim(t, ids[0] - 3, 1), True),
     ],
-    ids=["index", "clip", "promise", "static", "slice", "dynamic"],
+    ids=["index", "clip", "promise", "static", "slice", "dynamic", "first"],
 )
-def test_ids_beyond_the_table_read_its_last_row(read, compiled):
+def test_ids_at_the_ends_of_the_table_and_beyond(read, compiled):
     """They read the last row. A part gets a gradient of it only where a table does."""
     ids = jnp.array([3, HEIGHT + 5])
 
@@ -206,7 +207,7 @@ def test_ids_beyond_the_table_read_its_last_row(read, compiled):
 
     how = jax.jit if compiled else lambda f: f
     value_and_grad = how(gx.value_and_grad(loss, tables=["table"], has_aux=True))
-    (value, rows), grads = value_and_grad(model(part((3, 49, HEIGHT))))
+    (value, rows), grads = value_and_grad(model(part((0, 3, 49, HEIGHT))))
     dense = jax.value_and_grad(loss, has_aux=True)
     (wanted, wanted_rows), table = dense(model(jnp.asarray(TABLE)))
     np.testing.assert_array_equal(rows, wanted_rows)
@@ -319,7 +320,6 @@ def test_a_part_without_a_gradient_stays():
     np.testing.assert_array_equal(new["table"].values, params["table"].values)
 
 
-@pytest.mark.slow
 def test_compensation_reads_the_part_that_the_worker_had():
     tx = gx.compensate_delay(variance_control=0.5)
     today = model(jnp.asarray(TABLE) + 1)

@@ -1,0 +1,110 @@
+"""What only the edge of an argument shows, or only the next step."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+
+SGD = optax.sgd(0.1)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("l1", [0.0, 0.25, 1.0])
+def test_proximal_adagrad_with_a_schedule(l1):
+    tx = gx.proximal_adagrad(lambda count: 0.5 / (1 + count.astype("float32")), 0.1, l1)
+    w, acc = np.array([1.5, -0.75, 0.05]), np.full(3, 0.1)
+    params, rng = jnp.asarray(w, "float32"), np.random.default_rng(0)
+    state = tx.init(params)
+    for step in range(4):
+        g = rng.standard_normal(3).astype("float32")
+        params, state = gx.apply_gradients(tx, jnp.asarray(g), state, params)
+        acc += np.float64(g) ** 2
+        eta = 0.5 / (1 + step) / np.sqrt(acc)
+        v = w - eta * g
+        w = np.sign(v) * np.maximum(np.abs(v) - eta * l1, 0)
+        np.testing.assert_allclose(params, w, rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("start", [0.0, 0.5, 1.0])
+def test_ftrl_with_another_power_starts_from_any_sum(start):
+    tx = gx.ftrl(0.5, -0.7, start)
+    w, g = np.array([1.5, -0.75]), np.array([2.0, -0.25])
+    params = jnp.asarray(w, "float32")
+    grads = jnp.asarray(g, "float32")
+    new, _ = gx.apply_gradients(tx, grads, tx.init(params), params)
+    n = start + g**2
+    z = g - (n**0.7 - start**0.7) / 0.5 * w
+    np.testing.assert_allclose(new, -z / (n**0.7 / 0.5), rtol=2e-6, atol=1e-6)
+
+
+def test_a_residual_is_the_nearest_whole_number():
+    """float16 has steps of 2**-24 here, int16 divides them, and float32 is finer."""
+    start, part = 2.0**-19, 2.0**-40
+    wanted = start + np.random.default_rng(0).random(1000, "float32") * 2.0**-20
+    params = jnp.full(1000, start, "float16")
+    tx = gx.master_weights(optax.sgd(1.0))
+    params, state = gx.apply_gradients(tx, start - wanted, tx.init(params), params)
+    error = np.abs(np.float64(gx.get_master_weights(params, state)) - wanted)
+    assert 0.4 * part < error.max() < 0.6 * part
+
+
+def test_the_mean_of_a_leaf_without_a_gradient_waits_for_the_next_step():
+    tx = gx.worker_mean(optax.sgd(1.0), 2, method="all")
+    params = {"a": jnp.zeros(()), "b": jnp.zeros(())}
+    state = tx.init(params)
+    pushes = [(0, 0, 2.0), (1, 0, None), (0, 1, 4.0), (1, 1, 6.0)]
+    for worker, step, b in pushes:
+        grads = {"a": jnp.ones(()), "b": None if b is None else jnp.float32(b)}
+        params, state = gx.apply_gradients(
+            tx, grads, state, params, worker=worker, local_step=step
+        )
+    # The step of the second push leaves out b. Half of 2, 4 and 6 makes the next one.
+    assert jax.tree.map(float, params) == {"a": -2.0, "b": -6.0}
+
+
+def test_ringleader_keeps_a_second_push_for_the_next_cycle():
+    tx = gx.worker_mean(optax.sgd(1.0), 2, method="ringleader")
+    params, seen = jnp.zeros(()), []
+    state = tx.init(params)
+    for worker, g in ((0, 2.0), (1, 4.0), (1, 10.0), (0, 6.0), (0, 2.0)):
+        grads = jnp.float32(g)
+        params, state = gx.apply_gradients(tx, grads, state, params, worker=worker)
+        seen.append(float(params))
+    # Means of 2 and 4; of (2 + 6) / 2 and 4; of 2 and the 10 that waited.
+    assert seen == [0, -3, -3, -7, -13]
+
+
+NO_GRADIENT = {
+    "a branch": {"w": None, "ids": None},
+    "masked": {"w": {"a": optax.MaskedNode(), "b": optax.MaskedNode()}, "ids": None},
+    "float0": {"w": {"a": None, "b": None}, "ids": np.zeros(2, jax.dtypes.float0)},
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("grads", NO_GRADIENT.values(), ids=NO_GRADIENT)
+@pytest.mark.parametrize("wrap", [gx.delayed, gx.accumulate, gx.drop_stale])
+def test_each_way_to_say_that_a_leaf_has_no_gradient(wrap, grads):
+    params = {"w": {"a": jnp.ones(2), "b": jnp.ones(3)}, "ids": jnp.arange(2)}
+    params, grads = params | {"c": jnp.ones(())}, grads | {"c": jnp.ones(())}
+    tx = wrap(SGD, 1)
+    state = tx.init(params)
+    updates, _ = tx.update(grads, state, params, local_step=0)
+    assert updates | {"c": 0} == {"w": {"a": None, "b": None}, "ids": None, "c": 0}
+
+
+def test_a_dense_gradient_lies_where_its_table_does():
+    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,))
+    table = jax.device_put(jnp.ones((4, 2)), NamedSharding(mesh, P("x", None)))
+    grads = gx.IndexedSlices([1, 3], jnp.ones((2, 2)), (4, 2))
+    tx = gx.densify()
+    with jax.set_mesh(mesh):
+        dense, _ = jax.jit(tx.update)(grads, tx.init(table), table)
+    assert dense.sharding == table.sharding
+    assert tx.update(grads, tx.init(table))[0].tolist() == dense.tolist()
