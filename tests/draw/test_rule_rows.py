@@ -116,5 +116,7 @@ def test_where_slices_lie_after_a_call(text, expected):
         start, _, axis = token.partition("=")
         shape, before = ARGS[start[:-1]].shape, int(start[-1])
         operand, number = shapes.index(shape), shape[before]
-        got = rules.after(known[-1], operand, Along(before), number)
+        got = rules.after(
+            known[-1].primitive.name, known[-1], operand, Along(before), number
+        )
         assert (got and got.axis) == (int(axis) if axis else None), token
