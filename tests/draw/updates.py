@@ -20,7 +20,7 @@ from tests.draw import operations, programs
 from tests.draw.programs import How, Program
 
 STEPS = 2
-HOW = How(operations.KEEP + (operations.transpose,), alike=True, length=4)
+HOW = How((*operations.KEEP, operations.transpose), alike=True, length=4)
 
 
 @dataclasses.dataclass
