@@ -164,7 +164,7 @@ class Training:
         dtype = jnp.bfloat16 if self.half else jnp.float32
 
         def draw(shape):
-            return np.asarray(0.4 * rng.standard_normal(shape), dtype)
+            return np.asarray(0.3 * rng.standard_normal(shape), dtype)
 
         return jax.tree.map(draw, self.shapes, is_leaf=lambda x: isinstance(x, tuple))
 

@@ -29,7 +29,7 @@ W, V = {"w": (WIDTH, WIDTH)}, {"v": (WIDTH, WIDTH)}
 LAYERS = {
     "dense": ('x + jnp.tanh(x @ w["w"] + w["b"])', W | {"b": (WIDTH,)}),
     "cross": ('x + jnp.tanh(x @ w["w"] + seen @ w["v"])', W | V),
-    "tied": ('x + jnp.tanh(x @ w["w"]) @ p["head"] @ w["w"].T', W),
+    "tied": ('x + jnp.tanh(jnp.tanh(x @ w["w"]) @ p["head"] @ w["w"].T)', W),
     "experts": (
         'x + jnp.tanh(jnp.einsum("be,bd,edf->bf", part, x, w["w"]))',
         {"w": (2, WIDTH, WIDTH), "gate": (WIDTH, 2)},
@@ -233,8 +233,8 @@ def loss_of(d, *, half):
     for name in "abc"[: d.pick("stacks", (1, 1, 2, 3))]:
         lines, before = stack(d, name, shapes, before)
         text += lines
-    text += 'y = jnp.mean((x @ p["head"] - 1) ** 2) + 0.1 * total + jnp.mean(ys)\n'
-    text += "return y * factor\n"
+    text += 'y = jnp.mean((jnp.sin(x @ p["head"]) - 0.5) ** 2)\n'
+    text += "return (y + 0.1 * total + jnp.mean(ys)) * factor\n"
     head = "def loss_fn(p, x, ids, factor):\n"
     if d.rarely("loss", "a checkpoint around all"):
         head = "@jax.checkpoint\n" + head
