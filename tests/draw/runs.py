@@ -139,6 +139,7 @@ class Training:
       half: whether parameters are in bfloat16; ``plain`` gets them in float32.
       loose: how far from those of ``plain`` parameters may be, as a part of their way.
       whole_state: whether there is state for what is frozen.
+      by_rows: whether ``tx`` leaves rows that are not read, and dense it would not.
       run: one of ``RUNS``, and so on.
     """
 
@@ -155,6 +156,7 @@ class Training:
     layers: tuple[str, ...] = ()
     two_passes: bool = False
     tables: tuple[str, ...] = ()
+    by_rows: bool = False
     run: str = "donated"
     memory: str = "device"
     mesh: str = "no mesh"
@@ -231,7 +233,8 @@ class Training:
 
     def transformations(self):
         """They, and the dtype of their parameters."""
-        yield self.tx, jnp.bfloat16 if self.half else jnp.float32
+        if not self.by_rows:
+            yield self.tx, jnp.bfloat16 if self.half else jnp.float32
         if self.plain is not self.tx:
             yield self.plain, jnp.float32
 
@@ -358,7 +361,8 @@ class Training:
                 pairs = [(values, new)]
             for seed, (old, got) in enumerate(pairs):
                 for number, wanted in enumerate(self.ordinary(seed)):
-                    self.compare(old, got, wanted, is_plain=number == 1)
+                    is_plain = self.by_rows or number == 1
+                    self.compare(old, got, wanted, is_plain=is_plain)
 
     def compare(self, old, got, wanted, *, is_plain):
         """Parameters and losses, and the state or what is known of it."""

@@ -114,7 +114,7 @@ GATES = {
 }
 # These add up gradients of all layers.
 SUMS = "clip_by_global_norm", "skip_spikes", "apply_if_finite", "trust_ratio"
-SUMS += "measure_norms", "lamb"
+SUMS += "measure_norms", "optax.lamb("
 
 
 @dataclasses.dataclass
@@ -261,6 +261,7 @@ def transformation(d, how, shapes, *, half):
     ):
         how["tables"] = ["emb"]
     is_lazy = "tables" in how and not half and d.rarely("around", "lazy")
+    how["by_rows"] = is_lazy
     found = around(LAZY if is_lazy else d.pair("part", PARTS), found)
     links = dict(itertools.islice(LINKS.items(), 3)) if is_lazy else LINKS
     gates = dict(itertools.islice(GATES.items(), 3 if is_lazy else 4 if half else None))
@@ -320,6 +321,8 @@ def drawn(integer, kinds):
             how["layers"] = d.some_of(how["layers"])
         needs = any(name in tx for name in SUMS)
         how["two_passes"] = needs != (d.integer(0, 15) == 15)
+    if "MultiSteps" in tx:  # It takes no None beside a state for it.
+        how["whole_state"] = False
     if "drop_stale" in tx:
         how["extra"] = {"local_step": 0}
     if ("skip_spikes" in tx or "apply_if_finite" in tx) and d.chance():
