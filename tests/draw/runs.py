@@ -81,7 +81,7 @@ def gated(inner, start, decide):
 
 def fresh(inner, limit):
     def decide(more, count, updates, extra):
-        return count - extra["local_step"] <= limit, more
+        return count - extra.get("local_step", 0) <= limit, more
 
     return gated(inner, (), decide)
 
@@ -90,7 +90,8 @@ def without_spikes(inner, sigmas=6.0):
     """With a history of all pushes that were finite; NaN where there are no more."""
 
     def decide(history, count, updates, extra):
-        new = jnp.stack([optax.tree.norm(updates), extra["value"]])
+        loss = extra.get("value", jnp.float32(0))  # MultiSteps asks for types alone.
+        new = jnp.stack([optax.tree.norm(updates), loss])
         is_finite = jnp.all(jnp.isfinite(new))
         held = jnp.sum(~jnp.isnan(history), axis=0)
         limit = jnp.nanmean(history, 0) + sigmas * jnp.nanstd(history, 0, ddof=1)

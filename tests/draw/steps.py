@@ -78,11 +78,11 @@ OPTIMIZERS = {
 LINKS = {
     "no link": ("optax.identity()",),
     "clip_by_global_norm": (
-        "gx.clip_by_global_norm(0.2)",
-        "optax.clip_by_global_norm(0.2)",
+        "gx.clip_by_global_norm(0.05)",
+        "optax.clip_by_global_norm(0.05)",
     ),
     "measure_norms": ("gx.measure_norms()", "runs.NORMS"),
-    "clip": ("optax.clip(0.03)",),
+    "clip": ("optax.clip(0.01)",),
     "add_decayed_weights": ("optax.add_decayed_weights(0.1)",),
 }
 PARTS = {
@@ -248,7 +248,7 @@ def transformation(d, how, shapes, *, half):
     stacked = {k: 1 if k in stacks else 0 for k in shapes}
     found = d.pair("optimizer", OPTIMIZERS)
     found = tuple(x.format(rate=rate, stacked=stacked) for x in found)
-    if d.rarely("around", "frozen parts"):
+    if d.rarely("frozen", "some parts"):
         parts = ["emb", "first", *stacks, *(f"{k}/w" for k in stacks)]
         how["frozen"] = [d.one_of(parts) for _ in range(d.integer(1, 2))]
         how["whole_state"] = d.chance()
@@ -278,8 +278,8 @@ def chained(link, inner):
     return around([f"optax.chain({x}, {{tx}})" for x in link], inner)
 
 
-LOSS, UPDATE = {"stacks", "layer", "beside", "remat", "loss", "layers"}, {"rate"}
-UPDATE |= {"optimizer", "part", "link", "gate", "around"}
+LOSS = {"stacks", "layer", "beside", "remat", "loss", "layers", "frozen"}
+UPDATE = {"rate", "optimizer", "part", "link", "gate", "around", "frozen"}
 PLACES = {"run", "memory", "mesh"}
 
 

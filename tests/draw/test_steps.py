@@ -30,7 +30,8 @@ TABLES = {
         "a checkpoint around all",
     ),
     "layers": ("a leaf", "some stacks"),
-    "around": ("frozen parts", "tables", "lazy", "an outer link", "half precision"),
+    "frozen": ("some parts",),
+    "around": ("tables", "lazy", "an outer link", "half precision"),
 }
 
 
