@@ -24,7 +24,8 @@ from numpy import nan
 from tests.draw import runs
 """
 
-# What a layer computes from ``x``, and its arrays by name and shape.
+# What a layer computes from ``x``, and its arrays by name and shape. Results stay small,
+# so that a rounding stays small, too.
 W, V = {"w": (WIDTH, WIDTH)}, {"v": (WIDTH, WIDTH)}
 LAYERS = {
     "dense": ('x + jnp.tanh(x @ w["w"] + w["b"])', W | {"b": (WIDTH,)}),
@@ -38,7 +39,7 @@ LAYERS = {
 # What a scan goes over beside the layers, and what a layer does with it.
 BESIDE = {
     "nothing": ("None", "x"),
-    "numbers": ("jnp.arange({n})", "x * (1 + 0.2 * each)"),
+    "numbers": ("jnp.arange({n})", "x * (0.5 + 0.1 * each)"),
     "keys": (
         "jax.random.split(jax.random.key(3), {n})",
         "x * (0.5 + jax.random.uniform(each, x.shape))",
@@ -234,7 +235,7 @@ def loss_of(d, *, half):
         lines, before = stack(d, name, shapes, before)
         text += lines
     text += 'y = jnp.mean((jnp.sin(x @ p["head"]) - 0.5) ** 2)\n'
-    text += "return (y + 0.1 * total + jnp.mean(ys)) * factor\n"
+    text += "return (y + 0.1 * total + 0.1 * jnp.mean(ys)) * factor\n"
     head = "def loss_fn(p, x, ids, factor):\n"
     if d.rarely("loss", "a checkpoint around all"):
         head = "@jax.checkpoint\n" + head

@@ -42,8 +42,9 @@ def drawn(family, count, seed):
 @pytest.mark.every
 @pytest.mark.parametrize("family", FAMILIES)
 def test_steps_are_the_ordinary_ones(family):
-    counts = {"losses": 8, "optimizers": 8, "places": 8, "all steps": 2}
-    for p in drawn(family, counts.get(family, 12), seed=0):
+    """With a seed whose programs have nearly all choices."""
+    counts = {"losses": 8, "optimizers": 10, "places": 8, "all steps": 2}
+    for p in drawn(family, counts.get(family, 12), seed=29):
         p.check()
 
 
