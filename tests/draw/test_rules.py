@@ -87,6 +87,7 @@ def test_a_hunt_finds_what_is_wrong(monkeypatch, capsys):
     """With the rule of a transposition broken."""
     turned = rules.Rule.of(lambda eqn, operand, along, number: along, "permutation")
     monkeypatch.setitem(RULES, "transpose", turned)
+    monkeypatch.setattr(__main__, "FAMILIES", FAMILIES)
     monkeypatch.setattr(__main__, "shortest", lambda how: None)
     monkeypatch.setattr("sys.argv", ["draw", "--minutes", "1", "--seed", "3"])
     with pytest.raises(SystemExit, match="1"):

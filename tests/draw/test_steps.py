@@ -1,0 +1,90 @@
+"""Steps that are drawn are the ordinary steps of optax, or are refused by name.
+
+So are updates that are drawn, by layers and by the row.
+"""
+
+import collections
+import itertools
+
+import pytest
+
+from gradxform._training import by_layer
+from tests.draw import programs, steps, updates
+
+FAMILIES = updates.FAMILIES | steps.FAMILIES
+TABLES = {
+    "stacks": (1, 2, 3),
+    "layer": steps.LAYERS,
+    "beside": steps.BESIDE,
+    "remat": steps.REMATS,
+    "rate": steps.RATES,
+    "optimizer": steps.OPTIMIZERS,
+    "link": steps.LINKS,
+    "part": steps.PARTS,
+    "gate": steps.GATES,
+    "run": steps.RUNS,
+    "memory": steps.MEMORIES,
+    "mesh": steps.MESHES,
+    "loss": (
+        *("axis of layers", "groups of layers", "a second scan, without a derivative"),
+        "a checkpoint around all",
+    ),
+    "layers": ("a leaf", "some stacks"),
+    "frozen": ("some parts",),
+    "around": ("tables", "lazy", "an outer link", "half precision"),
+}
+
+
+def drawn(family, count, seed):
+    return itertools.islice(programs.random_programs(FAMILIES[family], seed), count)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("family", FAMILIES)
+def test_steps_are_the_ordinary_ones(family):
+    """With a seed whose programs have nearly all choices."""
+    counts = {"losses": 8, "optimizers": 10, "places": 8, "all steps": 2}
+    for p in drawn(family, counts.get(family, 12), seed=29):
+        p.check()
+
+
+@pytest.mark.slow
+def test_each_choice_is_drawn_and_runs():
+    """Not most steps are refused, or the comparison would say nothing."""
+    ran, refused, count = collections.defaultdict(set), 0, 0
+    for family, number in (
+        ("losses", 25),
+        ("optimizers", 50),
+        ("places", 35),
+        ("all steps", 20),
+    ):
+        for p in drawn(family, number, seed=1):
+            is_refused = p.check() is not None
+            refused, count = refused + is_refused, count + 1
+            for kind, name in () if is_refused else p.chosen:
+                ran[kind].add(name)
+    assert {kind: set(names) for kind, names in TABLES.items()} == ran
+    assert refused < 0.4 * count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", updates.FAMILIES)
+def test_updates_by_layers_and_by_the_row(family):
+    found = [p.check() for p in drawn(family, 80, seed=1)]
+    assert sum(x is not None for x in found) < 0.6 * len(found)
+
+
+def test_a_wrong_step_is_a_program_that_one_can_run(monkeypatch):
+    """With the layers of each stack written twice as large."""
+    written = by_layer.Update._written
+
+    def doubled(self, wholes, new, i):
+        return written(self, wholes, {n: 2 * x for n, x in new.items()}, i)
+
+    (p,) = drawn("losses", 1, seed=0)
+    monkeypatch.setattr(by_layer.Update, "_written", doubled)
+    names = {}
+    with pytest.raises(AssertionError, match="Mismatched"):
+        exec(repr(p), names)
+    monkeypatch.undo()
+    names["training"].check()
