@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from gradxform._training import by_layer
+from gradxform._training.step_leaves import StepLeaves
 from tests.draw import programs, steps, updates
 
 FAMILIES = updates.FAMILIES | steps.FAMILIES
@@ -76,13 +76,13 @@ def test_updates_by_layers_and_by_the_row(family):
 
 def test_a_wrong_step_is_a_program_that_one_can_run(monkeypatch):
     """With the layers of each stack written twice as large."""
-    written = by_layer.Update._written
+    written = StepLeaves.written
 
-    def doubled(self, wholes, new, i):
-        return written(self, wholes, {n: 2 * x for n, x in new.items()}, i)
+    def doubled(self, new, layer, wholes):
+        return written(self, {n: 2 * x for n, x in new.items()}, layer, wholes)
 
     (p,) = drawn("losses", 1, seed=0)
-    monkeypatch.setattr(by_layer.Update, "_written", doubled)
+    monkeypatch.setattr(StepLeaves, "written", doubled)
     names = {}
     with pytest.raises(AssertionError, match="Mismatched"):
         exec(repr(p), names)
