@@ -1,10 +1,11 @@
-"""Reads jaxprs: evaluates one by a rule, divides it, or replaces equations in it."""
+"""Reads jaxprs: evaluates one by a rule, divides it, follows a leaf through it."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 # (name of the operation, inputs, equation) -> results, or None
 Rule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
 
+# What may be done with a leaf before something reads slices of it.
+_FOLLOWS = versions.SAME_VALUES | versions.OF_ONE_ENTRY | {Op.RESHAPE, Op.TRANSPOSE}
 # Results that are no arrays yet.
 _CONSTANT = int, float, complex, np.generic, np.ndarray
 
@@ -188,34 +191,69 @@ def name_of(eqn: JaxprEqn) -> str:
     return eqn.primitive.name
 
 
-def made_of(
-    jaxpr: Jaxpr, inputs: Collection[int], is_same: Callable[[JaxprEqn], bool]
-) -> set[Var]:
-    """The variables that are these inputs, but for equations that ``is_same`` names."""
+@dataclasses.dataclass(frozen=True)
+class LeafVariable:
+    """A variable that some equations make of a leaf: they cast it, or name it.
+
+    They are evaluated again for a part of the leaf, if something reads only that part
+    of the variable. So nothing needs all of it.
+
+    Attributes:
+      number: that of the leaf.
+      path: its path.
+      equations: they, one after another. Each has one operand.
+    """
+
+    number: int
+    path: str
+    equations: tuple[JaxprEqn, ...] = ()
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether it gives the leaf no gradient."""
+        return any(name_of(eqn) == Op.STOP_GRADIENT for eqn in self.equations)
+
+    def then(self, eqn: JaxprEqn) -> Self:
+        """The variable that an equation makes of this one."""
+        return dataclasses.replace(self, equations=(*self.equations, eqn))
+
+
+def evaluated(eqns: Iterable[JaxprEqn], x: jax.Array) -> jax.Array:
+    """The result of equations of one operand, one after another."""
+    for eqn in eqns:
+        (x,) = versions.evaluate(eqn, [x])
+    return x
+
+
+def follows(eqn: JaxprEqn) -> bool:
+    """Whether each slice of the result is made of one slice of the only operand."""
+    return name_of(eqn) in _FOLLOWS
+
+
+def made_of(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:
+    """These inputs, and the variables that equations make of them by slices."""
     found = {jaxpr.invars[k] for k in inputs}
     for eqn in jaxpr.eqns:
-        if is_same(eqn) and among(eqn.invars, found):
+        if follows(eqn) and among(eqn.invars, found):
             found.update(eqn.outvars)
     return found
 
 
-def first_use(
-    jaxpr: Jaxpr, operand: int, is_same: Callable[[JaxprEqn], bool]
-) -> tuple[int, ...]:
+def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
     """Where an input is used for the first time: in an equation, in one inside of it.
 
-    Equations that ``is_same`` names are no use.
+    What makes a variable of it by slices is no use.
     """
-    values = made_of(jaxpr, [operand], is_same)
+    values = made_of(jaxpr, [operand])
     for number, eqn in enumerate(jaxpr.eqns):
         found = among(eqn.invars, values)
-        if not found or is_same(eqn):
+        if not found or follows(eqn):
             continue
         if eqn.primitive.name not in (Op.CHECKPOINT, Op.JIT):
             return (number,)
         inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
         inside = getattr(inside, "jaxpr", inside)
-        return number, *first_use(inside, min(found), is_same)
+        return number, *first_use(inside, min(found))
     return (len(jaxpr.eqns),)
 
 

@@ -46,6 +46,8 @@ class Op(enum.StrEnum):
 
 # These keep the values of an array, and make no copy by themselves.
 SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
+# Each entry of their result is made of the same entry of their only operand.
+OF_ONE_ENTRY = frozenset({Op.CAST, Op.COPY, Op.NAME, Op.STOP_GRADIENT})
 # These make entries that no operand has.
 MAKES = frozenset({Op.BROADCAST, Op.IOTA, Op.RANDOM_BITS})
 # The shape of their result is one of their parameters.

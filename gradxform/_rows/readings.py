@@ -3,7 +3,7 @@
 A table is a variable of the jaxpr, and every use of it is an equation. A ``gather`` of
 whole rows is a reading: ``gx.lookup``, ``jnp.take``, ``table[ids]`` and every
 framework's embedding layer become one. A slice of rows, ``table[0]`` or ``table[:n]``,
-is a reading, too. A cast of the table is applied later, to the rows. The inside of a
+is a reading, too. A cast of the table is evaluated again, for the rows. The inside of a
 ``jit`` is searched, too. A ``jax.checkpoint`` is made again, around an inside that also
 returns the ids of its readings.
 
@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._jax import jaxprs, versions
+from gradxform._jax.jaxprs import LeafVariable
 from gradxform._jax.versions import Op
 from gradxform._numbers import arithmetic
 from gradxform._rows import table_rows
@@ -32,7 +33,7 @@ from gradxform._rows.rows import inside_or_padding
 from gradxform._rows.table_rows import TableRows
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, JaxprEqn
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 # A whole table, or rows of one.
 Source: TypeAlias = jax.Array | TableRows
@@ -47,18 +48,20 @@ Types = dict[int, list[jax.core.ShapedArray]]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array"],
-    meta_fields=["number", "casts", "names", "stopped"],
+    meta_fields=["number", "path", "equations"],
 )
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """A variable's table."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Table(LeafVariable):
+    """A variable that has the values of a table.
 
-    number: int
+    Attributes:
+      array: the table, before its equations.
+    """
+
     array: Source
-    # The dtypes that it was cast to, one after another.
-    casts: tuple[np.dtype[np.generic], ...] = ()
-    names: tuple[str, ...] = ()  # Those that `checkpoint_name` gave it.
-    stopped: bool = False  # Whether `stop_gradient` was applied.
+
+    def refuse(self, how: str) -> NoReturn:
+        raise TypeError(_HOW.format(self.path, how))
 
 
 _HOW = (
@@ -97,12 +100,12 @@ def trace(
     treedef, is_traced, rest = returned
 
     def run(dense: dict[int, Any], on_rows: OnRows) -> tuple[Any, Ids]:
-        stand_ins = [_Table(i, table) for i, table in sorted(tables.items())]
-        reader = _Reader(paths, on_rows, {i: [] for i in tables})
+        stand_ins = [_Table(i, paths[i], array=x) for i, x in sorted(tables.items())]
+        reader = _Reader(on_rows, {i: [] for i in tables})
         results = reader.run(closed, [*jax.tree.leaves(dense), *stand_ins])
         for x in results:
             if isinstance(x, _Table):
-                reader.refuse(x, "returned as it is")
+                x.refuse("returned as it is")
         traced = iter(results)
         leaves = [
             next(traced) if t else x for t, x in zip(is_traced, rest, strict=True)
@@ -125,7 +128,6 @@ def trace(
 class _Reader(NamedTuple):
     """Evaluates a jaxpr that has tables among its variables."""
 
-    paths: Sequence[str]
     on_rows: OnRows
     ids: Ids
 
@@ -134,9 +136,10 @@ class _Reader(NamedTuple):
 
     def apply(self, name: str, inputs: list[Any], eqn: JaxprEqn) -> list[Any] | None:
         """The result of an equation for the first table among its inputs, if any."""
-        tables = (x for x in inputs if isinstance(x, _Table))
-        if (table := next(tables, None)) is None:
+        tables = (k for k, x in enumerate(inputs) if isinstance(x, _Table))
+        if (k := next(tables, None)) is None:
             return None
+        table: _Table = inputs[k]
         if name == Op.JIT:
             return self.run(eqn.params["jaxpr"], inputs)
         if name == Op.UNSTACK and eqn.params["axis"] == 0:
@@ -144,23 +147,15 @@ class _Reader(NamedTuple):
             return self.run(rows(eqn.invars[0].aval), inputs)
         if name == Op.CHECKPOINT:
             return self.checkpoint(eqn, inputs)
-        if name == Op.COPY:
-            return [table]
-        if name == Op.CAST:
-            casts = *table.casts, _result(eqn).dtype
-            return [dataclasses.replace(table, casts=casts)]
-        if name == Op.NAME:
-            names = *table.names, eqn.params["name"]
-            return [dataclasses.replace(table, names=names)]
-        if name == Op.STOP_GRADIENT:
-            return [dataclasses.replace(table, stopped=True)]
+        if name in versions.OF_ONE_ENTRY:
+            return [table.then(eqn)]
         if name in versions.SAME_VALUES:
             array = table.array
             if not isinstance(array, TableRows):
                 (array,) = versions.evaluate(eqn, [array])
             elif name == Op.RESHARD:
                 # Wherever the table goes, its rows are whole on each device.
-                there = NamedSharding(_result(eqn).sharding.mesh, P())
+                there = NamedSharding(_type(eqn.outvars[0]).sharding.mesh, P())
                 array = jax.sharding.reshard(array, there)
             return [dataclasses.replace(table, array=array)]
         with eqn.ctx.manager:  # It may have made explicit mesh axes automatic.
@@ -168,11 +163,12 @@ class _Reader(NamedTuple):
             if reading is not None:
                 return [self.read(eqn, table, inputs, *reading)]
         how = f"used by {jaxprs.place(eqn)}"
-        if table.casts and jnp.issubdtype(table.casts[-1], jnp.integer):
+        dtype = _type(eqn.invars[k]).dtype
+        if jnp.issubdtype(dtype, jnp.integer):
             # Indexing by an array first compares it with 0.
             kind = "as indices, " if name == Op.LESS else ""
-            how = f"used {kind}cast to {table.casts[-1]}, by {jaxprs.place(eqn)}"
-        self.refuse(table, how)
+            how = f"used {kind}cast to {dtype}, by {jaxprs.place(eqn)}"
+        table.refuse(how)
 
     def checkpoint(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         """The results of ``jax.checkpoint``, whose inside reads tables."""
@@ -202,31 +198,24 @@ class _Reader(NamedTuple):
         if isinstance(part, TableRows):
             rows, there = table_rows.read_part(part, taken)
             # A slice of a single row may keep an axis of length 1.
-            rows = rows.reshape(_result(eqn).shape)
+            rows = rows.reshape(_type(eqn.outvars[0]).shape)
             ids = jnp.where(there == height, height, ids)
         else:
-            if fills and table.casts:
+            if fills and table.equations:
                 eqn = eqn.replace(params=eqn.params | {"fill_value": 0})
             (rows,) = versions.evaluate(eqn, [part, *inputs[1:]])
-            fills = fills and bool(table.casts)
-        if not table.stopped:
+            fills = fills and bool(table.equations)
+        if not table.is_stopped:
             self.ids[table.number].append(ids)
             rows = self.on_rows(table.number, rows)
-        for dtype in table.casts:
-            rows = rows.astype(dtype)
-        for name in table.names:
-            from jax.ad_checkpoint import checkpoint_name
-
-            rows = checkpoint_name(rows, name)
-        if fills:  # After the casts: the table's dtype may not hold this number.
+        of_rows = (_of_rows(x, eqn) for x in table.equations)
+        rows = jaxprs.evaluated(of_rows, rows)
+        if fills:  # After casts: the table's dtype may not hold this number.
             outside = arithmetic.expand(taken == height, rows)
             # By default JAX fills with NaN, or with an end of the integers.
             beyond = jnp.zeros(1, rows.dtype).at[jnp.ones((), int)]
             rows = jnp.where(outside, beyond.get(mode="fill", fill_value=fill), rows)
         return rows
-
-    def refuse(self, table: _Table, how: str) -> NoReturn:
-        raise TypeError(_HOW.format(self.paths[table.number], how))
 
 
 def _reading(
@@ -259,7 +248,7 @@ def _reading(
         ids = first.astype(np.int32) + jnp.arange(length, dtype=np.int32)
         return ids, ids
     dims, mode = params["dimension_numbers"], params["mode"]
-    axes = _result(eqn).ndim
+    axes = _type(eqn.outvars[0]).ndim
     row_axes = tuple(range(axes - len(dims.offset_dims), axes))
     fills = mode == jax.lax.GatherScatterMode.FILL_OR_DROP
     if (
@@ -281,9 +270,15 @@ def _reading(
     return (taken if clips else ids), taken
 
 
-def _result(eqn: JaxprEqn) -> jax.core.ShapedArray:
-    """The type of an equation's first result."""
-    return eqn.outvars[0].aval  # type: ignore[return-value]  # No token, no ref.
+def _of_rows(eqn: JaxprEqn, reading: JaxprEqn) -> JaxprEqn:
+    """A table's equation for rows of a reading, which may be on other mesh axes."""
+    sharding = dict.fromkeys({"sharding"} & eqn.params.keys())
+    return eqn.replace(params=eqn.params | sharding, ctx=reading.ctx)
+
+
+def _type(x: Var | Literal) -> jax.core.ShapedArray:
+    """The type of a variable."""
+    return x.aval  # type: ignore[return-value]  # No token, no ref.
 
 
 def _wide(ids: jax.Array) -> jax.Array:

@@ -16,6 +16,7 @@ So a loss is a sequence of dense parts and of scans over stacks.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -25,22 +26,12 @@ import jax.numpy as jnp
 from gradxform._devices import host
 from gradxform._devices.stacked import Stacked
 from gradxform._jax import jaxprs, versions
-from gradxform._jax.jaxprs import Part
+from gradxform._jax.jaxprs import LeafVariable, Part, follows
 from gradxform._jax.versions import Op
 from gradxform._slices.rules import Along, after, resized, shape_of
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
-
-# What may be done with a stack before a scan goes over it.
-_BY_LAYER = versions.SAME_VALUES | {
-    Op.CAST,
-    Op.COPY,
-    Op.NAME,
-    Op.RESHAPE,
-    Op.STOP_GRADIENT,
-    Op.TRANSPOSE,
-}
 
 _REFUSED = (
     "{0!r} is one of layers, but {1}. One jax.lax.scan of the loss must go over it, "
@@ -49,28 +40,14 @@ _REFUSED = (
 )
 
 
-class StackVariable(NamedTuple):
-    """A variable that has the values of a stack.
-
-    Attributes:
-      number: that of the stack among the leaves.
-      path: the path of the stack.
-      equations: they make the variable of the stack, one after another.
-    """
-
-    number: int
-    path: str
-    equations: tuple[JaxprEqn, ...] = ()
+@dataclasses.dataclass(frozen=True)
+class StackVariable(LeafVariable):
+    """A variable that has the values of a stack."""
 
     @property
     def variables(self) -> list[Var]:
         """The variables that the equations make."""
         return [eqn.outvars[0] for eqn in self.equations]
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether it gives the stack no gradient."""
-        return any(jaxprs.name_of(eqn) == Op.STOP_GRADIENT for eqn in self.equations)
 
     def layers(self, length: int) -> list[Along] | None:
         """Where the layers lie in the stack, then in each equation's result.
@@ -98,10 +75,9 @@ class StackVariable(NamedTuple):
     def layer(self, part: jax.Array, length: int) -> jax.Array:
         """A layer of the variable, from the layer's part of the stack."""
         layers = self.layers(length) or []
-        for eqn, along in zip(self.equations, layers[1:], strict=True):
-            of_layer = resized(jaxprs.name_of(eqn), eqn, along, 1)
-            (part,) = versions.evaluate(of_layer, [part])
-        return jnp.squeeze(part, 0)
+        pairs = zip(self.equations, layers[1:], strict=True)
+        of_layer = (resized(jaxprs.name_of(eqn), eqn, x, 1) for eqn, x in pairs)
+        return jnp.squeeze(jaxprs.evaluated(of_layer, part), 0)
 
     def refuse(self, reason: str) -> NoReturn:
         raise ValueError(_REFUSED.format(self.path, reason))
@@ -282,9 +258,8 @@ def _readings(
         for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
             is_active = is_needed and not (stack.is_stopped or stack.number in frozen)
-            if is_by_layer(eqn):
-                equations = *stack.equations, eqn
-                stacks[eqn.outvars[0]] = stack._replace(equations=equations)
+            if follows(eqn):
+                stacks[eqn.outvars[0]] = stack.then(eqn)
             elif _goes_over(eqn, k):
                 if not eqn.params["length"]:
                     stack.refuse("it has no layer")
@@ -357,11 +332,6 @@ def _sharding(stack: Var) -> Sequence[object]:
     return aval.sharding.spec
 
 
-def is_by_layer(eqn: JaxprEqn) -> bool:
-    """Whether each layer of the result is made of one layer of the operand."""
-    return jaxprs.name_of(eqn) in _BY_LAYER
-
-
 def _goes_over(eqn: JaxprEqn, operand: int) -> bool:
     """Whether an equation is a scan over this operand."""
     is_scan = jaxprs.name_of(eqn) == Op.SCAN
@@ -376,7 +346,7 @@ def _opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     need none: each layer is computed again anyway.
     """
     closed = jaxprs.inlined(closed)
-    of_stacks = jaxprs.made_of(closed.jaxpr, stacks, is_by_layer)
+    of_stacks = jaxprs.made_of(closed.jaxpr, stacks)
 
     def is_opened(eqn: JaxprEqn) -> bool:
         is_checkpoint = jaxprs.name_of(eqn) == Op.CHECKPOINT
@@ -402,7 +372,7 @@ def _outside(
     """The results of a checkpoint, with what reads stacks outside of checkpoints."""
     inside, types = checkpoint.params["jaxpr"], [x.aval for x in checkpoint.invars]
     closed = _opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
-    jaxpr, of_stacks = closed.jaxpr, jaxprs.made_of(closed.jaxpr, stacks, is_by_layer)
+    jaxpr, of_stacks = closed.jaxpr, jaxprs.made_of(closed.jaxpr, stacks)
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)
     # What is made of stacks alone comes first, so it divides nothing.

@@ -19,7 +19,7 @@ import optax
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
-from gradxform._training.stacks import Scan, is_by_layer
+from gradxform._training.stacks import Scan
 from gradxform._trees import maps
 from gradxform._trees.types import PyTree
 
@@ -31,8 +31,7 @@ def backwards(scan: Scan) -> list[int]:
     """
     body = scan.eqn.params["jaxpr"].jaxpr
     uses = [
-        (jaxprs.first_use(body, k, is_by_layer), stack.number)
-        for k, stack in scan.stacks.items()
+        (jaxprs.first_use(body, k), stack.number) for k, stack in scan.stacks.items()
     ]
     # A stack may be several inputs. Its first use counts.
     return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]

@@ -681,6 +681,59 @@ def test_the_line_that_uses_a_table_is_named():
         gx.value_and_grad(loss, tables=["emb"])(EMB, jnp.array([1]))
 
 
+def automatic(f):
+    return jax.sharding.auto_axes(f, out_sharding=P())
+
+
+def on_automatic_axes(casts, reads):
+    """Casts a table and reads its rows, each on explicit mesh axes or on automatic."""
+
+    def cast(table):
+        return checkpoint_name(table.astype("bfloat16"), "table")
+
+    def read(table, ids):
+        return jnp.take(table, ids, axis=0, mode="fill", fill_value=0.5)
+
+    cast, read = automatic(cast) if casts else cast, automatic(read) if reads else read
+    return lambda table, ids: read(cast(table), ids)
+
+
+def cast_on_axes(table, ids):
+    """A cast that also cuts the axis of the columns, where rows have their second."""
+    columns = NamedSharding(jax.typeof(table).sharding.mesh, P(None, "y"))
+    return jax.sharding.reshard(table.astype("bfloat16", device=columns), P())[ids]
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [
+        on_automatic_axes(casts=True, reads=False),
+        on_automatic_axes(casts=False, reads=True),
+        on_automatic_axes(casts=True, reads=True),
+        cast_on_axes,
+    ],
+    ids=["cast", "read", "both", "columns"],
+)
+@pytest.mark.parametrize("in_context", [True], indirect=True)
+def test_a_cast_on_other_mesh_axes_than_the_reading(read, is_part, in_context):
+    mesh, ids = names(*TYPES["explicit"]), np.array([[4, 0, 4]])
+    whole = np.arange(1.0, 33.0, dtype=np.float32).reshape(8, 4)  # All are bfloat16s.
+
+    def loss(table):
+        return jnp.sum(read(table, ids).astype("float32") ** 2)
+
+    with in_context(mesh):
+        table = jax.device_put(whole, NamedSharding(mesh, P()))
+        table = gx.TableRows(np.arange(8), table, (8, 4)) if is_part else table
+        value, grads = jax.jit(gx.value_and_grad(loss, tables=[""]))(table)
+        got = grads.densify()
+    wanted = np.zeros((8, 4))
+    np.add.at(wanted, ids, 2 * whole[ids])
+    assert value == np.sum(wanted * whole) / 2
+    np.testing.assert_array_equal(got, wanted)
+
+
 def test_a_named_table_gives_its_shape_and_dtype():
     def loss(params):
         table = params["emb"]
