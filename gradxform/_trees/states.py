@@ -7,7 +7,6 @@ is known of optax's classes stands in a table at the end.
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Collection, Mapping
 
 import optax
@@ -16,7 +15,6 @@ from gradxform._trees import maps
 from gradxform._trees.types import Path, T
 
 _MARK = "_gradxform_mark"
-_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,10 +37,10 @@ class Mark:
 
     gate: bool = False
     takes_none: bool = False
-    needs: Mapping[str, str] = _NOTHING
+    needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
     kept: Collection[str] = ()
     not_by_row: str = ""
-    hints: Mapping[str, str] = _NOTHING
+    hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __call__(self, kind: type[T]) -> type[T]:
         """The same class, marked."""
