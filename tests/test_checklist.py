@@ -2,7 +2,7 @@
 
     python -m pytest -m "" -k "nothing_is_missing and adagrad"
 
-"Add a transformation" in ``docs/design.md`` explains the list by an example.
+``docs/adding.md`` explains the list by an example.
 """
 
 import dataclasses

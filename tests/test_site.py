@@ -92,10 +92,13 @@ def test_every_block_of_code_is_run(path):
             assert language.startswith("{")
 
 
-PICTURED = [ROOT / "README.md", *(SITE / f"{x}.md" for x in ("costs", "late"))]
+PICTURED = [
+    ROOT / "README.md",
+    *(SITE / f"{name}.md" for name in ("costs", "late", "larger_model", "evaluator")),
+]
 
 
-@pytest.mark.parametrize("path", [*PICTURED, SITE / "larger_model.md"], ids=str)
+@pytest.mark.parametrize("path", PICTURED, ids=str)
 def test_every_picture_is_there_for_light_and_dark_pages(path):
     text = path.read_text()
     pictures = PICTURE.findall(text)

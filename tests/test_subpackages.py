@@ -11,7 +11,10 @@ import gradxform as gx
 
 PACKAGE = pathlib.Path(gx.__file__).parent
 
-PAGE = PACKAGE.parent / "docs/design.md"
+DOCS = PACKAGE.parent / "docs"
+PAGE = DOCS / "design.md"
+# The pages for those who change the package, and a number of paths on each.
+NAMING_PATHS = {"design": 20, "adding": 30, "evaluator": 15, "serving": 10}
 NAME = re.compile(r"`(\w+)/?`")
 
 
@@ -90,15 +93,31 @@ def test_only_the_public_api_and_the_main_job_stand_beside_the_subpackages():
     assert {p.name for p in PACKAGE.glob("*.py")} == {"__init__.py", "__main__.py"}
 
 
-def test_each_path_on_the_page_exists():
+@pytest.mark.parametrize("page", NAMING_PATHS)
+def test_each_path_on_a_page_exists(page):
     """But for those of a recipe, whose transformation is called x."""
-    named = re.findall(r"`([\w./]+/[\w./]*|[\w/]+\.(?:py|md))`", PAGE.read_text())
-    folders = [PACKAGE.parent, PACKAGE, PAGE.parent]
+    text = (DOCS / f"{page}.md").read_text()
+    named = re.findall(r"`([\w./]+/[\w./]*|[\w/]+\.(?:py|md))`", text)
+    folders = [PACKAGE.parent, PACKAGE, DOCS]
     there = {path.name for folder in folders[1:] for path in folder.rglob("*")}
     missing = {
         x
         for x in named
         if x not in there and not any((folder / x).exists() for folder in folders)
     }
-    assert len(named) > 30
+    assert len(named) > NAMING_PATHS[page]
     assert {x for x in missing if not x.endswith(("/x.py", "_x.py"))} == set()
+
+
+@pytest.mark.parametrize("page", NAMING_PATHS)
+def test_each_member_on_a_page_exists(page):
+    """Names such as ``Core.commit``, of a class in the package or of its base."""
+    text = (DOCS / f"{page}.md").read_text()
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    missing = [
+        f"{kind}.{member}"
+        for kind, member in re.findall(r"`([A-Z]\w*[a-z]\w*)\.(\w+)`", text)
+        if not re.search(rf"^class {kind}\b", source, re.M)
+        or not re.search(rf"^    (def )?{member}\b", source, re.M)
+    ]
+    assert missing == []
