@@ -78,13 +78,16 @@ class Processes:
       layout: of the parameters; None for one process.
       job: what the server runs.
       options: Ray's, for the actor of each.
+
+    Attributes:
+      layout: as given.
     """
 
     def __init__(
         self, layout: Layout | None, job: Job, options: Mapping[str, Any]
     ) -> None:
         self._ray = ray = require("ray", "ray")
-        self._layout, self._options = layout, dict(options)
+        self.layout, self._options = layout, dict(options)
         # What concerns workers may not be picklable, and stays here.
         own = job._replace(workers=(), pace=None, max_staleness=None)
         parts = iter([job.params])
@@ -97,8 +100,8 @@ class Processes:
     def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Any]:
         """Starts them; returns the actor that answers for them."""
         self.kill()
-        if self._layout is not None:
-            return self._group(self._layout, checkpoint, check)
+        if self.layout is not None:
+            return self._group(self.layout, checkpoint, check)
         start = self._ray.remote(JobServer).options(**self._options).remote
         actor = start(*self._given[0], checkpoint, RayTransport)
         self._actors = [actor]

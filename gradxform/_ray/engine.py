@@ -125,7 +125,7 @@ def ray(
         with _ending.handled(signal.SIGTERM, own, rays), _ending.ending(run, given):
             processes = Processes(layout, job, options)
             how = given, max_deaths, Connection(ray), run.check
-            server = RayServer(processes, layout, *how)
+            server = RayServer(processes, *how)
             stack.callback(server.kill)
             stack.callback(run.close)
             run.begin(server)
@@ -258,7 +258,7 @@ class _Ray(WorkerPool):
         if index not in self.workers:
             try:
                 self.workers[index] = self._start_actor(
-                    index, worker, self.server.layout, self._job.max_staleness
+                    index, worker, self.server.processes.layout, self._job.max_staleness
                 )
             except TypeError as error:  # It cannot be pickled.
                 error.add_note(

@@ -43,7 +43,8 @@ class Core:
       specs: of parameters and state.
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
-      numbered: whether the numbers of a worker's pushes are 0, 1, 2 and so on.
+      numbered: whether it is that of a run: workers have indices, and the numbers of a
+        worker's pushes are 0, 1, 2 and so on.
       ahead: see :meth:`RecoverableServer.note`.
       after_step: is called in the turn of a push that has made a step.
       waiting: the step that each caller of `wait` waits for, by the queue of its
