@@ -113,8 +113,8 @@ class Processes:
         ray = self._ray
         options = dict(self._options)
         threads = options.pop("max_concurrency") + 1  # One call waits for good.
-        each = options | {"max_concurrency": threads}
-        leader = ray.remote(Leader).options(**each).remote()
+        own = options | {"max_concurrency": threads}
+        leader = ray.remote(Leader).options(**own).remote()
         self._actors = [leader]
         self._cause = leader.cause.remote()
         # Ray keeps the sequence of calls if there is one thread for them.

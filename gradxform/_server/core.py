@@ -295,10 +295,8 @@ class Core:
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._staleness = collections.Counter(staleness)
         answers = {
-            worker: records.Answer(
-                number, local_step, records.PushResult(*result), count
-            )
-            for worker, number, local_step, result, count in counters["answers"]
+            worker: records.Answer(number, step, records.PushResult(*result), accepted)
+            for worker, number, step, result, accepted in counters["answers"]
         }
         self._tally = records.Tally(snapshot.pushes, counters["accepted"], answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())
