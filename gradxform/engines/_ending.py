@@ -47,15 +47,12 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
         told = True
         run.end(Terminated())
 
-    def interrupt() -> None:
-        # Python drops a handler's exception if it interrupts a destructor.
-        run.end(KeyboardInterrupt())
-
     # A program that ignores Ctrl-C has no function here.
     is_heard = callable(signal.getsignal(signal.SIGINT))
     with (
         ended_by(signal.SIGTERM, terminate, ends_runs(signal.SIGTERM)),
-        ended_by(signal.SIGINT, interrupt, is_heard),
+        # Python drops a handler's exception if it interrupts a destructor.
+        ended_by(signal.SIGINT, lambda: run.end(KeyboardInterrupt()), is_heard),
     ):
         try:
             yield
