@@ -27,8 +27,7 @@ _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 _MAX_TEXT = 3_000  # Characters of an error: its first and last ones are kept.
 
 # Limits may be infinite: then they never act. All other numbers must be finite.
-_LIMITS = {"clipnorm", "clipvalue", "global_clipnorm", "max_delta", "max_norm"}
-_LIMITS |= {"max_staleness", "sigmas"}
+_LIMITS = {*keras.CLIPS, "max_delta", "max_norm", "max_staleness", "sigmas"}
 
 # Arguments that are names, or trees: no dict in them stands for a call.
 AS_THEY_ARE = {"axis_name", "freeze_mask", "mask", "num_steps", "param_labels"}
@@ -184,10 +183,9 @@ def _plain(value: object, where: str, key: object = None) -> Any:
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
-        for k in value:
-            if isinstance(k, int | float):  # JSON has strings alone, but YAML these.
-                _plain(k, _at(where, k))
-        return {k: _plain(v, _at(where, k), k) for k, v in value.items()}
+        places = {k: _at(where, k) for k in value}
+        # JSON's keys are strings, but YAML's may be numbers.
+        return {_plain(k, at): _plain(value[k], at, k) for k, at in places.items()}
     if isinstance(value, list | tuple):
         entries = [_plain(v, f"{where}[{i}]") for i, v in enumerate(value)]
         return tuple(entries) if isinstance(value, tuple) else entries
@@ -228,9 +226,9 @@ def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
             raise _unknown("name", name, makers(), f"{where}['name']")
         return _call(makers()[name], made, where)
     if key == "alignment":
-        from gradxform.contrib import MomentumAlignment  # See `makers`.
+        import gradxform as gx  # See `makers`.
 
-        return _call(MomentumAlignment, made, where)
+        return _call(gx.contrib.MomentumAlignment, made, where)
     if key == "boundaries_and_scales":  # JSON's keys are strings.
         return _run(lambda: {int(str(k)): v for k, v in made.items()}, where)
     return made

@@ -31,7 +31,7 @@ _KERAS_NAMES = {
 }
 
 # Keras's arguments for clips, and what they are as links of a chain.
-_CLIPS = {
+CLIPS = {
     "clipnorm": ("clip_by_norm", "max_norm"),
     "clipvalue": ("optax.clip", "max_delta"),
     "global_clipnorm": ("clip_by_global_norm", "max_norm"),
@@ -85,7 +85,7 @@ def _optimizer(config: Config, keys: Config) -> Config:
     have a ``use_ema``.
     """
     rate = keys.pop("learning_rate")
-    clips = {key: keys.pop(key, None) for key in _CLIPS}
+    clips = {key: keys.pop(key, None) for key in CLIPS}
     arguments.at_most_one(**clips)
     clips = {key: limit for key, limit in clips.items() if limit is not None}
     if "use_ema" not in keys:
@@ -108,7 +108,7 @@ def _optimizer(config: Config, keys: Config) -> Config:
         # w ← w - learning_rate · (u + weight_decay · w): the decay is decoupled, but
         # the rate scales it.
         transforms = [
-            *({"name": _CLIPS[key][0], _CLIPS[key][1]: clips[key]} for key in clips),
+            *({"name": CLIPS[key][0], CLIPS[key][1]: clips[key]} for key in clips),
             {**config, "name": f"scale_by_{config['name']}"},
             {"name": "optax.add_decayed_weights", "weight_decay": weight_decay},
             {"name": "scale_by_learning_rate", "learning_rate": rate},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -28,8 +27,6 @@ from gradxform.engines._pool import LOOK, JobServer
 if TYPE_CHECKING:
     from ray import ObjectRef
     from ray.actor import ActorHandle
-
-logger = logging.getLogger("gradxform")
 
 Check: TypeAlias = Callable[[], object]  # Called in a wait; it may end it by raising.
 
@@ -81,13 +78,16 @@ class Processes:
       layout: of the parameters; None for one process.
       job: what the server runs.
       options: Ray's, for the actor of each.
+
+    Attributes:
+      layout: as given.
     """
 
     def __init__(
         self, layout: Layout | None, job: Job, options: Mapping[str, Any]
     ) -> None:
         self._ray = ray = require("ray", "ray")
-        self._layout, self._options = layout, dict(options)
+        self.layout, self._options = layout, dict(options)
         # What concerns workers may not be picklable, and stays here.
         own = job._replace(workers=(), pace=None, max_staleness=None)
         parts = iter([job.params])
@@ -100,8 +100,8 @@ class Processes:
     def start(self, checkpoint: Checkpoint | None, check: Check) -> ActorHandle[Any]:
         """Starts them; returns the actor that answers for them."""
         self.kill()
-        if self._layout is not None:
-            return self._group(self._layout, checkpoint, check)
+        if self.layout is not None:
+            return self._group(self.layout, checkpoint, check)
         start = self._ray.remote(JobServer).options(**self._options).remote
         actor = start(*self._given[0], checkpoint, RayTransport)
         self._actors = [actor]
@@ -111,15 +111,17 @@ class Processes:
         self, layout: Layout, checkpoint: Checkpoint | None, check: Check
     ) -> ActorHandle[Leader]:
         ray = self._ray
-        first, *others = self._options_of_each(layout.processes)
-        leader = ray.remote(Leader).options(**first).remote()
+        options = dict(self._options)
+        threads = options.pop("max_concurrency") + 1  # One call waits for good.
+        own = options | {"max_concurrency": threads}
+        leader = ray.remote(Leader).options(**own).remote()
         self._actors = [leader]
         self._cause = leader.cause.remote()
-        for number, options in enumerate(others, 1):
-            # Ray keeps the sequence of calls if there is one thread for them.
-            groups = {CALLS: options.pop("max_concurrency")}
-            actor = ray.remote(concurrency_groups=groups)(Follower).options(**options)
-            self._actors.append(actor.remote(number))
+        # Ray keeps the sequence of calls if there is one thread for them.
+        remote = ray.remote(concurrency_groups={CALLS: threads})
+        options.pop("name", None)  # Two actors cannot have one name.
+        follower = remote(Follower).options(**options)
+        self._actors += [follower.remote(k) for k in range(1, layout.processes)]
         asked: list[ObjectRef[str]] = [
             actor.__ray_call__.remote(lambda _: ray.util.get_node_ip_address())
             for actor in self._actors
@@ -157,12 +159,6 @@ class Processes:
                 self._ray.get(done)  # It may raise.
                 check()
         return self._ray.get([*asked])
-
-    def _options_of_each(self, count: int) -> list[dict[str, Any]]:
-        own = self._options | {"max_concurrency": self._options["max_concurrency"] + 1}
-        # One call waits for good. Two actors cannot have one name.
-        other = {option: x for option, x in own.items() if option != "name"}
-        return [own, *(dict(other) for _ in range(1, count))]
 
     def kill(self) -> None:
         """Ends them; returns when they are gone."""

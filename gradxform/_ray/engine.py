@@ -23,23 +23,10 @@ from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import ServerStatus, is_past, summary
-from gradxform.engines._ending import (
-    ending,
-    ends_runs,
-    give_back,
-    handled,
-    terminated,
-    uninterrupted,
-)
+from gradxform.engines import _ending, _work
 from gradxform.engines._job import Counts, Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
-from gradxform.engines._work import (
-    Gradient,
-    MaxStaleness,
-    ServerDiedError,
-    UnansweredError,
-    limit_of,
-)
+from gradxform.engines._work import MaxStaleness
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -122,23 +109,23 @@ def ray(
     before = signal.getsignal(signal.SIGTERM)
     with contextlib.ExitStack() as stack:
         if not ray.is_initialized():
-            ends = ends_runs(signal.SIGTERM)
+            ends = _ending.ends_runs(signal.SIGTERM)
             try:
                 if address:
-                    with handled(signal.SIGTERM, lambda *_: sys.exit(), ends):
+                    with _ending.handled(signal.SIGTERM, lambda *_: sys.exit(), ends):
                         connect(address, connect_timeout)
                 stack.enter_context(
                     _cluster(ray, len(job.workers) + server_processes, address)
                 )
             except SystemExit:  # Also Ray's own answer to ``SIGTERM``, while it starts.
-                terminated(None, given)
+                _ending.terminated(None, given)
         # As early as possible: Ray's handler ends the process without saving the run.
         own = signal.SIG_DFL if before is None or _is_rays(before) else before
         rays = _is_rays(signal.getsignal(signal.SIGTERM))
-        with handled(signal.SIGTERM, own, rays), ending(run, given):
+        with _ending.handled(signal.SIGTERM, own, rays), _ending.ending(run, given):
             processes = Processes(layout, job, options)
             how = given, max_deaths, Connection(ray), run.check
-            server = RayServer(processes, layout, *how)
+            server = RayServer(processes, *how)
             stack.callback(server.kill)
             stack.callback(run.close)
             run.begin(server)
@@ -159,7 +146,7 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
             # harmless, as they call exec at once.
             warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
             # An interrupt would leave processes of half a cluster behind.
-            with uninterrupted():
+            with _ending.uninterrupted():
                 ray.init(
                     **({"address": address} if address else own),
                     log_to_driver=False,
@@ -169,10 +156,11 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
         yield
     finally:
         if connection is None or not connection.lost:
-            with uninterrupted():
+            with _ending.uninterrupted():
                 ray.shutdown()
         if threading.current_thread() is threading.main_thread():
-            give_back(signal.SIGTERM, before)  # Ray has set a handler of its own.
+            # Ray has set a handler of its own.
+            _ending.give_back(signal.SIGTERM, before)
 
 
 def _is_rays(handler: object) -> bool:
@@ -187,7 +175,7 @@ class _RayWorker:
         self, index: int, worker: Worker, layout: Layout | None, late: MaxStaleness
     ) -> None:
         self._index, self._worker, self._layout = index, worker, layout
-        self._limit = limit_of(late)
+        self._limit = _work.limit_of(late)
 
     def work(
         self, number: int, actor: ActorHandle[Any], incarnation: str
@@ -201,11 +189,11 @@ class _RayWorker:
         """
         server, worker = WorkersServer(actor, self._layout), self._worker
         try:
-            gradient = Gradient(self._index, number, worker, server, self._limit)
+            gradient = _work.Gradient(self._index, number, worker, server, self._limit)
             if is_past(gradient.local_step, incarnation):
-                raise ServerDiedError  # Another caller has replaced it.
+                raise _work.ServerDiedError  # Another caller has replaced it.
             return gradient.work(time.sleep)
-        except UnansweredError as reason:
+        except _work.UnansweredError as reason:
             return type(reason)(*reason.args)  # Without its cause and traceback.
         except Exception as error:
             try:
@@ -270,7 +258,7 @@ class _Ray(WorkerPool):
         if index not in self.workers:
             try:
                 self.workers[index] = self._start_actor(
-                    index, worker, self.server.layout, self._job.max_staleness
+                    index, worker, self.server.processes.layout, self._job.max_staleness
                 )
             except TypeError as error:  # It cannot be pickled.
                 error.add_note(
@@ -289,7 +277,7 @@ class _Ray(WorkerPool):
         """Replaces a worker that has died."""
         with contextlib.suppress(Exception):  # If only the connection is lost.
             self._dismiss(index)
-        self._take(index, ServerDiedError())
+        self._take(index, _work.ServerDiedError())
         self._ledger.worker_deaths += 1
         self._deaths[index] += 1
         if self._deaths[index] > self._max_deaths:

@@ -8,7 +8,6 @@ number of processes must divide the length of that axis.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -18,8 +17,9 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import arguments, structures
+from gradxform._slices.kinds import axes_that_differ
 from gradxform._trees import maps
-from gradxform._trees.types import Leaf, Param, Path, PyTree, Shape, T
+from gradxform._trees.types import Leaf, Param, Path, PyTree, T
 
 AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
@@ -135,17 +135,14 @@ class Layout(NamedTuple):
         params = self.types, self.map(longer)
         types, grown = (jax.eval_shape(init, each) for each in params)
         after = {path: x.shape for path, x in jax.tree.leaves_with_path(grown)}
-        leaves = jax.tree.leaves_with_path(types)
-        cuts = tuple(self._grows(x.shape, after.get(path)) for path, x in leaves)
-        return Layout(types, cuts, self.processes)
 
-    def _grows(self, now: Shape, then: Shape | None) -> int | None:
-        """The axis of a leaf of the state that grows with its parameter."""
-        # A leaf that is made in a more intricate way is whole in each process.
-        if then is None or len(now) != len(then) or now == then:
-            return None
-        axis = [*map(operator.ne, now, then)].index(True)
-        return None if now[axis] % self.processes else axis
+        def cut_of(path: Path, x: Type) -> int | None:
+            # A leaf that is made in a more intricate way is whole in each process.
+            axes = axes_that_differ(x.shape, after.get(path, ()))
+            return axes[0] if axes and x.shape[axes[0]] % self.processes == 0 else None
+
+        cuts = tuple(cut_of(path, x) for path, x in jax.tree.leaves_with_path(types))
+        return Layout(types, cuts, self.processes)
 
     def map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
         """The tree of ``f(type, cut)`` of each leaf."""

@@ -18,7 +18,7 @@ import numpy as np
 from gradxform._ray.followers import Followers
 from gradxform._ray.layout import Layout
 from gradxform._ray.messages import PushMessage
-from gradxform._ray.process import Process, joined, part_of
+from gradxform._ray.process import Process, joined
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.placement import Leaves
@@ -42,7 +42,7 @@ class GroupTransport(Transport):
 
     def __init__(self, process: Process, followers: Followers) -> None:
         cuts = (cut for each in process.layouts for cut in each.cuts)
-        self._sends = RayTransport(process.core, cuts, followers, part_of)
+        self._sends = RayTransport(process.core, cuts, followers)
         super().__init__(process.core, self._sends.turns)
         self.reader = self._sends.reader = process.reader
         self._process, self._followers = process, followers

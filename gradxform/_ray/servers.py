@@ -38,7 +38,6 @@ class RayServer:
 
     Args:
       processes: those of the server.
-      layout: of the parameters, if it has several.
       checkpoint: where it is saved.
       max_deaths: how often it may die.
       connection: to Ray's cluster.
@@ -46,7 +45,6 @@ class RayServer:
     """
 
     processes: Processes
-    layout: Layout | None
     checkpoint: Checkpoint | None
     max_deaths: int
     connection: Connection
@@ -138,7 +136,7 @@ class RayServer:
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
         arguments.not_while_tracing("push")
-        grads, extra = message(self.layout, grads, extra)
+        grads, extra = message(self.processes.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 
     def note(self, ahead: Ahead) -> None:

@@ -11,6 +11,7 @@ import optax
 from gradxform._ray import wire
 from gradxform._ray.followers import Followers
 from gradxform._ray.messages import Gathered, Joined, packed_parts
+from gradxform._ray.process import part_of
 from gradxform._ray.wire import Bytes, Payload
 from gradxform._server.core import Core
 from gradxform._server.placement import copy
@@ -61,7 +62,6 @@ class RayTransport(Transport):
       cuts: for each leaf the axis along which it lies in parts in several processes;
         by default none does.
       followers: the other processes.
-      own: gives the array in this process of a leaf.
     """
 
     def __init__(
@@ -69,11 +69,9 @@ class RayTransport(Transport):
         core: Core,
         cuts: Iterable[int | None] = (),
         followers: Followers | None = None,
-        own: Callable[[jax.Array], jax.Array] = lambda x: x,
     ) -> None:
         super().__init__(core)
         wire.register()
-        self._own = own
         self._tree = core.specs.params([*range(core.specs.num_params)])
         self._types = jax.tree.leaves(core.specs.types)
         self._cuts = [*cuts] or [None] * len(self._types)
@@ -140,7 +138,8 @@ class RayTransport(Transport):
             """In a turn: own arrays, and references to what the followers send."""
             parts = self._followers.read(others, form)
             leaves = self.core.version.leaves
-            read = reading.run({i: self._own(leaves[i]) for i in own})
+            part = part_of if others else lambda x: x
+            read = reading.run({i: part(leaves[i]) for i in own})
 
             def finish() -> Gathered:
                 whole = {i: x for i, x in read.items() if i not in joined}

@@ -43,7 +43,8 @@ class Core:
       specs: of parameters and state.
       version: parameters and state, and their step. Every step replaces it.
       takes: how many more pushes with a ``push_id`` it takes.
-      numbered: whether the numbers of a worker's pushes are 0, 1, 2 and so on.
+      numbered: whether it is that of a run: workers have indices, and the numbers of a
+        worker's pushes are 0, 1, 2 and so on.
       ahead: see :meth:`RecoverableServer.note`.
       after_step: is called in the turn of a push that has made a step.
       waiting: the step that each caller of `wait` waits for, by the queue of its
@@ -294,10 +295,8 @@ class Core:
         staleness = {int(steps): n for steps, n in counters["staleness"].items()}
         self._staleness = collections.Counter(staleness)
         answers = {
-            worker: records.Answer(
-                number, local_step, records.PushResult(*result), count
-            )
-            for worker, number, local_step, result, count in counters["answers"]
+            worker: records.Answer(number, step, records.PushResult(*result), accepted)
+            for worker, number, step, result, accepted in counters["answers"]
         }
         self._tally = records.Tally(snapshot.pushes, counters["accepted"], answers)
         self.takes -= sum(answer.number + 1 for answer in answers.values())

@@ -79,6 +79,7 @@ class Folder:
         Raises:
           OSError: another run writes there; or the folder is not writable, cannot be
             locked, or is not that of the run.
+          ValueError: an entry has the name of a checkpoint but is none.
         """
         if self._goes_on:
             self.check_own()  # Before the lock makes a new folder.
@@ -110,6 +111,7 @@ class Folder:
             except OSError as error:
                 message = f"checkpoint: {self._path / OWNER} cannot be written"
                 raise OSError(error.errno, f"{message}: {error.strerror}.") from error
+            self._check_entries()
         except BaseException:
             self.release()
             raise
@@ -145,12 +147,10 @@ class Folder:
         """Unlocks the folder for other runs."""
         self._lock.release()
 
-    def check_entries(self) -> None:
-        """Looks for entries that no run has made.
+    def _check_entries(self) -> None:
+        """Raises ``ValueError`` if an entry has the name of a checkpoint but is none.
 
-        Raises:
-          ValueError: an entry has the name of a checkpoint but is none. A run would
-            read it, or remove it as an old one.
+        A run would read it, or remove it as an old one.
         """
         for entry in sorted(self._path.iterdir()):
             if not re.fullmatch("0|[1-9][0-9]*", entry.name):

@@ -11,15 +11,9 @@ import jax
 import optax
 
 from gradxform._checks import arguments
+from gradxform._server import records
 from gradxform._server.core import Woken
-from gradxform._server.records import (
-    PushResult,
-    ServerClosedError,
-    ServerStats,
-    as_push_id,
-    as_step,
-    check_step,
-)
+from gradxform._server.records import PushResult, ServerClosedError, ServerStats
 from gradxform._server.transport import Transport
 from gradxform._trees.types import Params, Rows
 
@@ -120,11 +114,11 @@ class ThreadServer(Generic[Params]):
         """
         arguments.not_while_tracing("push")
         # The cheap checks come first, and none of them delays other workers.
-        local_step = as_step("local_step", local_step)
+        local_step = records.as_step("local_step", local_step)
         if push_id is not None:
-            push_id = as_push_id(push_id)
+            push_id = records.as_push_id(push_id, of_run=self._core.numbered)
         self._core.check_usable()
-        check_step(local_step, self._core.version)
+        records.check_step(local_step, self._core.version)
         with self._transport.prepared(grads, extra) as prepared:
             return self._turns.run(self._core.commit, prepared, local_step, push_id)
 
@@ -144,7 +138,7 @@ class ThreadServer(Generic[Params]):
           ServerClosedError: the server is closed or has lost its parameters, before or
             meanwhile.
         """
-        global_step = as_step("global_step", global_step)
+        global_step = records.as_step("global_step", global_step)
         if timeout is not None:
             arguments.in_range("timeout", timeout, "[0, inf]")
         core = self._core

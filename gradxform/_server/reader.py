@@ -130,9 +130,6 @@ class Reader:
     def __init__(self, arrays: Sequence[jax.Array]) -> None:
         self.placement = place = Placement(arrays)
         self._types = [place.abstract(x.aval, x.sharding) for x in arrays]
-        self._floating = [
-            x.dtype if jnp.issubdtype(x.dtype, jnp.floating) else None for x in arrays
-        ]
         self._programs: dict[tuple[int, int | None, Form], Program] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
@@ -170,8 +167,9 @@ class Reader:
 
     def _cast(self, number: int, form: Form) -> Form:
         """The dtype that an array is cast to; None if it stays as it is."""
-        own = self._floating[number]
-        return None if own is None or own == form else form
+        own = self._types[number].dtype
+        stays = own == form or not jnp.issubdtype(own, jnp.floating)
+        return None if stays else form
 
     def _compiled(self, number: int, size: int | None, form: Form) -> Program:
         place, type_ = self.placement, self._types[number]

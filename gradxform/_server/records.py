@@ -193,11 +193,15 @@ def check_step(local_step: int, version: Version) -> None:
         arguments.in_range("local_step", local_step, f"[0, {version.global_step}]")
 
 
-def as_push_id(push_id: object) -> PushId:
+def as_push_id(push_id: object, *, of_run: bool) -> PushId:
     """A caller's pair of a worker and a number, checked; the number as an integer.
 
+    A run saves its workers as JSON, and lists them in ascending order. So of a run the
+    worker is an index, and comes back as an integer, too.
+
     Raises:
-      TypeError: it is no such pair.
+      TypeError: it is no such pair; or the worker of a run is no integer.
+      ValueError: the worker of a run is negative.
     """
     if not (
         isinstance(push_id, tuple)
@@ -207,19 +211,9 @@ def as_push_id(push_id: object) -> PushId:
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
     worker, number = push_id
     arguments.scalar("the number in push_id", number, integer=True)
-    return worker, operator.index(number)
-
-
-def of_run(push_id: object) -> PushId:
-    """As :func:`as_push_id`, with the index of a worker of a run as an integer.
-
-    A run saves its workers as JSON, and lists them in ascending order.
-
-    Raises:
-      TypeError: the worker is no integer.
-      ValueError: it is negative.
-    """
-    worker, number = as_push_id(push_id)
+    number = operator.index(number)
+    if not of_run:
+        return worker, number
     if isinstance(worker, bool) or not isinstance(worker, int | np.integer):
         raise TypeError(
             f"push_id: in a run the worker must be an integer, got {worker!r}. Take "

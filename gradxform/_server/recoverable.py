@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from typing import Any, NoReturn
-
-import optax
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.parameter_server import ThreadServer
-from gradxform._server.records import (
-    Ahead,
-    PushResult,
-    ServerStatus,
-    Snapshot,
-    of_run,
-)
+from gradxform._server.records import Ahead, ServerStatus, Snapshot
 from gradxform._server.store import Store
 from gradxform._server.transport import Transport
 
@@ -89,19 +80,6 @@ class RecoverableServer(ThreadServer[Any]):
         snapshot, notes = self._transport.read_newest(store)
         self._turns.run(self._core.resume, snapshot)
         return notes
-
-    def push(
-        self,
-        grads: optax.Updates,
-        local_step: int,
-        *,
-        push_id: tuple[Hashable, int] | None = None,
-        **extra: object,
-    ) -> PushResult:
-        """See :class:`~gradxform.engines.Server`."""
-        if push_id is not None:
-            push_id = of_run(push_id)
-        return super().push(grads, local_step, push_id=push_id, **extra)
 
     def _save_if_due(self) -> None:
         """In a turn, right after a step: then no sum of pushes is half done."""

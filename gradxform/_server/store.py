@@ -112,11 +112,6 @@ class Store:
         if not is_remote(directory):
             folder = Folder(directory, run)
             folder.take()
-            try:
-                folder.check_entries()
-            except BaseException:
-                folder.release()
-                raise
             self._folder = folder
         with self._manager(clean=True):
             pass  # It has removed what was left half written.

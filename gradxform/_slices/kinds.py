@@ -278,9 +278,19 @@ def _may_have(whole: Whole, shape: Shape) -> bool:
     return whole.source.number > 1 and whole.size in shape
 
 
+def axes_that_differ(shape: Shape, other: Shape) -> list[int]:
+    """The axes of a state's leaf that differ when its parameter has another size.
+
+    None do if the leaf has another number of axes then.
+    """
+    if len(shape) != len(other):
+        return []
+    return [i for i, n in enumerate(shape) if n != other[i]]
+
+
 def _differing(whole: Whole, shape: Shape, other: Shape, size: int) -> Kind | None:
     """The slices along the one axis that differs, with as many entries as the array."""
-    axes = [i for i, n in enumerate(shape) if n != other[i]]
+    axes = axes_that_differ(shape, other)
     lengths = [(shape[i], other[i]) for i in axes]
     if lengths != [(whole.size, size)] or (whole.is_fixed and axes != [whole.axis]):
         return None

@@ -1,4 +1,7 @@
-"""How a run ends: when it is done, by a signal, or by an exception."""
+"""How a run ends: when it is done, by a signal, or by an exception.
+
+A run in this process begins here, too, with its server.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,19 @@ from typing import Any, NoReturn
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.records import summary
-from gradxform.engines._pool import Terminated, WorkerPool
+from gradxform.engines._job import Job
+from gradxform.engines._pool import JobServer, Terminated, WorkerPool
 
 logger = logging.getLogger("gradxform")
+
+
+@contextlib.contextmanager
+def served(run: WorkerPool, job: Job, checkpoint: Checkpoint | None) -> Iterator[None]:
+    """Gives a run a server in this process, until the end of both."""
+    with JobServer(job, checkpoint) as server:
+        run.begin(server)
+        with contextlib.closing(run), ending(run, checkpoint):
+            yield
 
 
 @contextlib.contextmanager
@@ -34,15 +47,12 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
         told = True
         run.end(Terminated())
 
-    def interrupt() -> None:
-        # Python drops a handler's exception if it interrupts a destructor.
-        run.end(KeyboardInterrupt())
-
     # A program that ignores Ctrl-C has no function here.
     is_heard = callable(signal.getsignal(signal.SIGINT))
     with (
         ended_by(signal.SIGTERM, terminate, ends_runs(signal.SIGTERM)),
-        ended_by(signal.SIGINT, interrupt, is_heard),
+        # Python drops a handler's exception if it interrupts a destructor.
+        ended_by(signal.SIGINT, lambda: run.end(KeyboardInterrupt()), is_heard),
     ):
         try:
             yield

@@ -20,18 +20,10 @@ from gradxform._server.placement import is_function
 from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.transport import Transport
+from gradxform.engines import _work
 from gradxform.engines._job import Counts, Job, Push, Server, Worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._scheduler import Scheduler
-from gradxform.engines._work import (
-    GivenUpError,
-    RefusedError,
-    ServerDiedError,
-    StreamEndedError,
-    UnansweredError,
-    cast_back,
-    limit_of,
-)
 
 logger = logging.getLogger("gradxform")
 
@@ -95,7 +87,7 @@ class WorkerPool:
                 "pace must be a function of Progress, such as "
                 f"engines.bounded_staleness(4), or None, got {job.pace!r}."
             )
-        self._limit = limit_of(job.max_staleness)
+        self._limit = _work.limit_of(job.max_staleness)
         self._at_least = 1 if job.required is None else job.required
         self._lock = threading.Lock()  # Of two threads that remove workers.
         if not isinstance(job.workers, Iterable):
@@ -138,7 +130,7 @@ class WorkerPool:
         if self._limit is not None:
             batch = functools.lru_cache(maxsize=1)(worker.batch)
             worker = worker._replace(batch=batch)
-        return cast_back(worker, self._job.params)
+        return _work.cast_back(worker, self._job.params)
 
     def begin(self, server: RunServer) -> None:
         """Starts the run where the server stands."""
@@ -262,15 +254,15 @@ class WorkerPool:
             push = outcome._replace(time=now, started=begun.at, waited=begun.waited)
             ledger.add(push)
             return push
-        if isinstance(outcome, GivenUpError):
+        if isinstance(outcome, _work.GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
-        elif isinstance(outcome, UnansweredError):
+        elif isinstance(outcome, _work.UnansweredError):
             ledger.leave_unanswered(index)
-            if isinstance(outcome, StreamEndedError):
+            if isinstance(outcome, _work.StreamEndedError):
                 self._members.pop(index, None)
-            if isinstance(outcome, ServerDiedError):  # Or its own process.
+            if isinstance(outcome, _work.ServerDiedError):  # Or its own process.
                 self._hear()
-            if isinstance(outcome, RefusedError):
+            if isinstance(outcome, _work.RefusedError):
                 (local_step,) = outcome.args
                 if not is_past(local_step, ledger.incarnation):
                     self._refused.add(index)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform.engines._ending import ending
+from gradxform.engines._ending import served
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import JobServer, Stopped, WorkerPool
+from gradxform.engines._pool import Stopped, WorkerPool
 from gradxform.engines._work import GivenUpError, Gradient
 
 
@@ -51,12 +51,9 @@ def simulated(
     ...     w = run.server.state()["params"]
     >>> assert set(late) == {2} and jnp.allclose(w, 1.0, atol=0.1)
     """
-    given = Checkpoint.of(checkpoint)
     run = _Simulated(job)
-    with JobServer(job, given) as server:
-        run.begin(server)
-        with contextlib.closing(run), ending(run, given):
-            yield run
+    with served(run, job, Checkpoint.of(checkpoint)):
+        yield run
 
 
 class _Simulated(WorkerPool):

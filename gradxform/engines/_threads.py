@@ -14,9 +14,9 @@ from typing import TypeAlias
 from gradxform._checks import arguments
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.recoverable import RecoverableServer
-from gradxform.engines._ending import ending
+from gradxform.engines._ending import served
 from gradxform.engines._job import Job, Push, Run, Worker
-from gradxform.engines._pool import LOOK, JobServer, WorkerPool
+from gradxform.engines._pool import LOOK, WorkerPool
 from gradxform.engines._work import Gradient
 
 logger = logging.getLogger("gradxform")
@@ -70,13 +70,10 @@ def threads(
     >>> assert counts.accepted + counts.dropped == counts.pushed == 100
     >>> assert jnp.allclose(w, 1.0, atol=0.1)
     """
-    given = Checkpoint.of(checkpoint)
     arguments.in_range("join_timeout", join_timeout, "[0, inf]")
     run = _Threads(job, join_timeout)
-    with JobServer(job, given) as server:
-        run.begin(server)
-        with contextlib.closing(run), ending(run, given):
-            yield run
+    with served(run, job, Checkpoint.of(checkpoint)):
+        yield run
 
 
 class _Threads(WorkerPool):

@@ -302,7 +302,7 @@ def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
     options = {"server_processes": processes, "server_shardings": cut_tables}
     job = idle(gx.drop_stale(optax.sgd(0.1), 9), pushes=2)
     with engines.ray(job, checkpoint=tmp_path, **options) as run:
-        actor, layout = run.server.actor, run.server.layout
+        actor, layout = run.server.actor, run.server.processes.layout
 
         def called(name, **arguments):
             return ray.get(getattr(actor, name).remote(**arguments))
