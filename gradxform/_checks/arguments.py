@@ -24,7 +24,9 @@ _REAL = (jnp.floating, jnp.integer)
 ROUNDING = 2.0**-17
 
 
-def scalar(name: str, value: Any, *, integer: bool = False) -> None:  # Of any type.
+def check_scalar(
+    name: str, value: Any, *, integer: bool = False
+) -> None:  # Of any type.
     """Raises ``TypeError`` unless ``value`` is a real scalar, or an integer one.
 
     A traced value is checked, too.
@@ -55,7 +57,7 @@ def in_range(
         inf, and JAX would round ``value`` to inf.
     """
     if integer:
-        scalar(name, value, integer=True)
+        check_scalar(name, value, integer=True)
     low, high = (float(bound) for bound in interval[1:-1].split(","))
     has_low, has_high = interval.startswith("["), interval.endswith("]")
     value = real(value)
@@ -122,7 +124,7 @@ def scheduled(
     """A schedule's number for a global step; raises like :func:`in_range`."""
     name = f"{name}(global_step)"
     value: jax.typing.ArrayLike = schedule(global_step)
-    scalar(name, value)
+    check_scalar(name, value)
     return whole(in_range(name, value, interval))
 
 
@@ -154,7 +156,7 @@ def real(value: T) -> T:
     return value if known and np.any(np.asarray(value).imag != 0) else real_part
 
 
-def at_most_one(**arguments: object) -> None:
+def check_at_most_one(**arguments: object) -> None:
     """Raises ``ValueError`` if more than one of the arguments is not None."""
     pairs = arguments.items()
     given = [f"{name}={value!r}" for name, value in pairs if value is not None]
@@ -165,7 +167,7 @@ def at_most_one(**arguments: object) -> None:
         )
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+def check_one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises ``ValueError`` unless ``value`` is one of the allowed words."""
     if value not in allowed:
         words = ", ".join(map(repr, allowed))
@@ -188,13 +190,13 @@ def local_step(transformation: str, value: jax.typing.ArrayLike | None) -> jax.A
     """The local step of a push as an int32 scalar; ``TypeError`` if it is not one."""
     meaning = "the global step that the worker saw before it computed"
     value = extra_argument(transformation, "local_step", value, meaning)
-    scalar("local_step", value, integer=True)
+    check_scalar("local_step", value, integer=True)
     if not isinstance(value, jax.Array):  # To check an array may mean to wait for it.
         in_range("local_step", value, f"[0, {np.iinfo(np.int32).max}]")
     return dtypes.saturated(value)
 
 
-def transformation(name: str, value: object) -> None:
+def check_transformation(name: str, value: object) -> None:
     """Raises ``TypeError`` unless ``value`` has ``init`` and ``update``."""
     if not all(callable(getattr(value, f, None)) for f in ("init", "update")):
         raise TypeError(
@@ -203,7 +205,7 @@ def transformation(name: str, value: object) -> None:
         )
 
 
-def flags(**arguments: bool) -> None:
+def check_flags(**arguments: bool) -> None:
     """Raises ``TypeError`` unless each argument is a bool, which is not traced."""
     for name, value in arguments.items():
         if not isinstance(value, bool | np.bool):
@@ -232,7 +234,7 @@ def length(name: str, value: Any, interval: str) -> int:  # Any kind of number.
     return int(in_range(name, value, interval, integer=True))
 
 
-def not_while_tracing(method: str) -> None:
+def check_not_tracing(method: str) -> None:
     """Raises ``RuntimeError`` if JAX traces the caller, so that it would run once."""
     # Outside of all transformations nothing of JAX runs here: a signal's handler may
     # raise at any moment, and JAX gives its caches' users another error then.

@@ -10,7 +10,7 @@ MAX_DEPTH = 100  # A level takes up to five calls of Python's stack of 1,000.
 MAX_ENTRIES = 100_000
 
 
-def small(name: str, value: object) -> None:
+def check_small(name: str, value: object) -> None:
     """Raises ``ValueError`` if a value is too deep, or too large if written out.
 
     Aliases of YAML refer to one object. So a few lines of them stand for billions of

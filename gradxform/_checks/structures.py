@@ -40,11 +40,11 @@ def params_like(
 ) -> optax.Params:
     """The parameters; raises also if updates differ from them in structure or shape."""
     params = params_given(name, params)
-    same_shapes("updates", updates, "params", params)
+    check_shapes("updates", updates, "params", params)
     return params
 
 
-def no_lookahead(
+def check_no_lookahead(
     params: optax.Params,
     state: optax.OptState,
     hint: str = "call tx.update(grads, state, params), and "
@@ -73,7 +73,7 @@ def only(name: str, found: Sequence[tuple[Path, Any]], hint: str) -> Any:  # A n
     return found[0][1]
 
 
-def state_dtype(
+def check_state_dtype(
     name: str, dtype: jax.typing.DTypeLike | None, *, complex_too: bool = False
 ) -> None:
     """Raises ``TypeError`` unless ``dtype`` is None or one in which state can be kept.
@@ -97,7 +97,7 @@ def state_dtype(
     )
 
 
-def of_same_kind(
+def check_same_kind(
     name: str, dtype: jax.typing.DTypeLike | None, params: optax.Params
 ) -> None:
     """Raises ``TypeError`` unless all parameters and ``dtype`` are complex, or none is.
@@ -244,23 +244,23 @@ def has_shape(leaf: Gradient, reference: Leaf) -> bool:
     return maps.has_gradient(reference) and np.shape(leaf) == np.shape(reference)
 
 
-def same_shapes(
+def check_shapes(
     name: str,
     tree: PyTree[Leaf],
     reference_name: str,
     reference: PyTree[Leaf],
     fit: Callable[[Gradient, Leaf], bool] = fits,
 ) -> None:
-    """As :func:`same_leaves`, and the nodes are of the same kinds.
+    """As :func:`check_leaves`, and the nodes are of the same kinds.
 
     ``jax.tree.map`` over both needs that.
     """
-    same_leaves(name, tree, reference_name, reference, fit)
+    check_leaves(name, tree, reference_name, reference, fit)
     if not _same_nodes(tree, reference):
         _differ(name, reference_name, reference, *_other_node(tree, reference))
 
 
-def same_leaves(
+def check_leaves(
     name: str,
     tree: PyTree[Leaf],
     reference_name: str,
@@ -351,13 +351,13 @@ def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def own_state(state: optax.OptState, expected: optax.OptState) -> None:
+def check_own_state(state: optax.OptState, expected: optax.OptState) -> None:
     """Raises ``TypeError`` if a state has not the nodes that ``init`` makes."""
     if not _same_nodes(state, expected):
         raise _not_own(*_other_node(state, expected))
 
 
-def own_shapes(state: optax.OptState, expected: optax.OptState) -> None:
+def check_own_shapes(state: optax.OptState, expected: optax.OptState) -> None:
     """Raises ``TypeError`` if a state has not the shapes that ``init`` makes."""
     wanted = dict(jax.tree.leaves_with_path(expected))
     for path, x in jax.tree.leaves_with_path(state):
@@ -365,7 +365,7 @@ def own_shapes(state: optax.OptState, expected: optax.OptState) -> None:
             raise _not_own(path, describe(x), describe(wanted[path]))
 
 
-def own_kind(state: optax.OptState, kind: type) -> None:
+def check_own_kind(state: optax.OptState, kind: type) -> None:
     """Raises ``TypeError`` if a state is not of the class that ``init`` makes."""
     if not isinstance(state, kind):
         raise _not_own((), f"a node {_name(type(state))}", f"a node {_name(kind)}")
@@ -378,7 +378,7 @@ def _not_own(path: Path, given: str, wanted: str) -> TypeError:
     )
 
 
-def arrays(params: optax.Params) -> None:
+def check_arrays(params: optax.Params) -> None:
     """Raises unless parameters are arrays or numbers, and there are any.
 
     Raises:
@@ -399,7 +399,7 @@ def arrays(params: optax.Params) -> None:
             )
 
 
-def some_gradient(name: str, grads: optax.Updates) -> None:
+def check_some_gradient(name: str, grads: optax.Updates) -> None:
     """Raises ``ValueError`` if no leaf has a gradient."""
     if not any(map(maps.has_gradient, jax.tree.leaves(grads))):
         raise ValueError(
@@ -435,7 +435,7 @@ def _refusal(leaf: object) -> str | None:
     return None
 
 
-def usable(name: str, tree: PyTree[Leaf]) -> None:
+def check_usable(name: str, tree: PyTree[Leaf]) -> None:
     """Raises unless each leaf of a tree holds numbers now.
 
     Raises:
@@ -474,7 +474,7 @@ def _no_array(name: str, where: str, leaf: object) -> str:
     return f"{name} has {given} at {where}, which JAX does not take: {why}. Convert it."
 
 
-def same_dtypes(
+def check_dtypes(
     name: str, tree: PyTree[Leaf], reference_name: str, reference: PyTree[jax.Array]
 ) -> None:
     """Raises ``TypeError`` at the first path where two like trees differ in dtype."""

@@ -20,7 +20,7 @@ import optax
 
 from gradxform._checks import arguments, nested
 from gradxform._config import keras, schedules
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
@@ -119,10 +119,10 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     ValueError: config: unknown key 'learning_rte', did you mean 'learning_rate'? ...
     """
     try:
-        nested.small("config", config)
+        nested.check_small("config", config)
         plain = _plain(config, "config")
         tx = _make(plain, "config")  # Translates Keras's configs.
-        arguments.transformation("config, by its 'name',", tx)
+        arguments.check_transformation("config, by its 'name',", tx)
     except (TypeError, ValueError) as error:
         if len(text := str(error)) <= _MAX_TEXT:
             raise
@@ -130,7 +130,7 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         # Its causes have the long text, too.
         raise kind(f"{text[:half]} ... {text[-half:]}") from None
-    tx = with_extra_args_support(tx)
+    tx = with_any_extra_args(tx)
     setattr(tx, _KEPT, plain)
     return tx
 
@@ -270,7 +270,7 @@ def _run(function: Callable[..., Any], where: str, /, **arguments: Any) -> Any:
 
 def _chain(transforms: list[Any]) -> optax.GradientTransformationExtraArgs:
     for i, transform in enumerate(transforms):
-        arguments.transformation(f"transforms[{i}]", transform)
+        arguments.check_transformation(f"transforms[{i}]", transform)
     return optax.chain(*transforms)
 
 

@@ -86,7 +86,7 @@ def _optimizer(config: Config, keys: Config) -> Config:
     """
     rate = keys.pop("learning_rate")
     clips = {key: keys.pop(key, None) for key in CLIPS}
-    arguments.at_most_one(**clips)
+    arguments.check_at_most_one(**clips)
     clips = {key: limit for key, limit in clips.items() if limit is not None}
     if "use_ema" not in keys:
         decay = keys.pop("decay")

@@ -120,7 +120,7 @@ def accumulate(
     >>> params  # minus (10 · 1 + 30 · 5) / 40
     Array(-4., dtype=float32)
     """
-    arguments.flags(skip_nonfinite=skip_nonfinite)
+    arguments.check_flags(skip_nonfinite=skip_nonfinite)
     names = mesh.names_of(axis_name)
 
     def enters(

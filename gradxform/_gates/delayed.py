@@ -17,7 +17,7 @@ from gradxform._jax.compilers import narrow
 from gradxform._numbers import constants
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps, states
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -112,10 +112,10 @@ def delayed(
     >>> state.ring["first"]
     Array([4., 8.], dtype=float32)
     """
-    arguments.transformation("inner", inner)
+    arguments.check_transformation("inner", inner)
     _check_numbers(num_steps)
-    structures.state_dtype("ring_dtype", ring_dtype, complex_too=True)
-    inner = with_extra_args_support(inner)
+    structures.check_state_dtype("ring_dtype", ring_dtype, complex_too=True)
+    inner = with_any_extra_args(inner)
     if not any(jax.tree.leaves(num_steps)):
         return inner
 
@@ -160,7 +160,7 @@ def _init(
     ring_dtype: jax.typing.DTypeLike | None,
     params: optax.Params,
 ) -> DelayedState:
-    structures.of_same_kind("ring_dtype", ring_dtype, params)
+    structures.check_same_kind("ring_dtype", ring_dtype, params)
     params = maps.stored(params)
     inner_state = gate.inner_state(inner, params)
     leaves = boxes.unboxed(params)
@@ -225,14 +225,14 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
     slots = jax.tree.map(slot, ring)
-    structures.same_shapes(
+    structures.check_shapes(
         "updates",
         updates,
         "ring",
         slots,
         lambda u, s: s is None or structures.fits(u, s),
     )
-    boundary.dense(
+    boundary.check_dense(
         "delayed",
         maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),
         "makes room for gradients in init, which knows no number of rows, so it takes "

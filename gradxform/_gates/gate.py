@@ -30,7 +30,7 @@ from gradxform._jax import versions
 from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
 from gradxform._numbers.apply_updates import apply_updates
 from gradxform._trees import maps
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -124,9 +124,9 @@ def gate(
     decide: Decide,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a transformation from what a gate decides about a push."""
-    arguments.transformation("inner", inner)
+    arguments.check_transformation("inner", inner)
     versions.before_tracing()
-    inner = with_extra_args_support(inner)
+    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
         return init(params)
@@ -166,7 +166,7 @@ def inner_state(
       TypeError: ``optax.lookahead`` is inside, which takes gradients of half of them.
     """
     state = inner.init(params)
-    structures.no_lookahead(
+    structures.check_no_lookahead(
         params,
         state,
         "put it around this transformation, optax.lookahead(gradxform.accumulate(...), "

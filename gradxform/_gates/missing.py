@@ -24,7 +24,7 @@ import optax
 
 from gradxform._checks import structures
 from gradxform._trees import maps
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
 from gradxform._trees.states import takes_none
 from gradxform._trees.types import Leaf, Path, PyTree, T
@@ -64,7 +64,7 @@ def update(
     among them, for a line search, gets all leaves.
     """
     if not isinstance(tx, optax.GradientTransformationExtraArgs):
-        tx = with_extra_args_support(tx)
+        tx = with_any_extra_args(tx)
     updates, missing = _marked(updates, params)
     if not missing:
         return tx.update(updates, state, params, **extra)

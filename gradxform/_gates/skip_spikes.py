@@ -154,7 +154,7 @@ def skip_spikes(
         given = jnp.array([True, value is not None])
         loss = jnp.zeros((), jnp.float32)
         if value is not None:
-            arguments.scalar("value", value)
+            arguments.check_scalar("value", value)
             extra["value"] = value
             loss = mesh.mean(jnp.asarray(value, jnp.float32), axis_name, updates)
         x = jnp.stack([arithmetic.safe_sqrt(square).astype(jnp.float32), loss])

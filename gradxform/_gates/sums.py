@@ -132,8 +132,8 @@ class Accumulator:
             arguments.in_range(
                 "num_required", self.num_required, arguments.COUNTS, integer=True
             )
-        arguments.one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
-        structures.state_dtype("accumulator_dtype", self.dtype, complex_too=True)
+        arguments.check_one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
+        structures.check_state_dtype("accumulator_dtype", self.dtype, complex_too=True)
 
     def gate(self) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
@@ -141,7 +141,7 @@ class Accumulator:
 
     def init(self, params: optax.Params) -> ConditionalAccumulatorState:
         """The state before the first push."""
-        structures.of_same_kind("accumulator_dtype", self.dtype, params)
+        structures.check_same_kind("accumulator_dtype", self.dtype, params)
         inner_state = gate.inner_state(self.inner, params)
         sums = constants.zeros(params, self.dtype, dtypes.wide_dtype)
         mesh.check_whole("params", sums, self.names)
@@ -175,7 +175,7 @@ class Accumulator:
     ) -> Decision:
         """What becomes of a push."""
         accepted, factor = self.enters(updates, state.global_step, extra)
-        structures.same_shapes("updates", updates, "accumulated", state.accumulated)
+        structures.check_shapes("updates", updates, "accumulated", state.accumulated)
         mesh.check_parts("updates", updates, self.names)
         if self.names:
             mesh.check_axes(self.names, state.accumulated)
@@ -357,7 +357,7 @@ def as_weight(
     weight: jax.typing.ArrayLike, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> jax.Array:
     """The weight of a push, checked; if it is traced and below 0, NaN as the step."""
-    arguments.scalar("weight", weight)
+    arguments.check_scalar("weight", weight)
     w = jnp.asarray(arguments.in_range("weight", weight, "[0, inf)"), dtype)
     return jnp.where(w >= 0, w, jnp.nan)
 

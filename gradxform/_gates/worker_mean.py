@@ -144,8 +144,10 @@ def worker_mean(
     >>> assert state.global_step == 1 and state.counts.tolist() == [0, 0]
     """
     n = arguments.length("num_workers", num_workers, arguments.COUNTS)
-    arguments.one_of("method", method, get_args(Method))
-    structures.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+    arguments.check_one_of("method", method, get_args(Method))
+    structures.check_state_dtype(
+        "accumulator_dtype", accumulator_dtype, complex_too=True
+    )
 
     def decide(
         updates: optax.Updates,
@@ -209,7 +211,7 @@ def _init(
     accumulator_dtype: jax.typing.DTypeLike | None,
     params: optax.Params,
 ) -> WorkerMeanState:
-    structures.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+    structures.check_same_kind("accumulator_dtype", accumulator_dtype, params)
     inner_state = gate.inner_state(inner, params)
     row = constants.zeros(boxes.unboxed(params), accumulator_dtype, dtypes.wide_dtype)
 
@@ -231,9 +233,9 @@ def _init(
 
 def _check(updates: optax.Updates, table: optax.Updates) -> None:
     """Raises ``TypeError`` if a push does not fit into a row of the table."""
-    boundary.dense("worker_mean", updates)
+    boundary.check_dense("worker_mean", updates)
     row = jax.tree.map(lambda x: jax.core.ShapedArray(x.shape[1:], x.dtype), table)
-    structures.same_shapes("updates", updates, "a row of the table", row)
+    structures.check_shapes("updates", updates, "a row of the table", row)
 
 
 def _next_in_cycle(

@@ -44,7 +44,7 @@ def apply_updates(params: Params, updates: PyTree[Leaf]) -> Params:
     def fits(u: Gradient, p: Leaf) -> bool:  # Without a parameter there is no sum.
         return p is None or structures.fits(u, p)
 
-    structures.same_shapes("updates", updates, "params", params, fits)
+    structures.check_shapes("updates", updates, "params", params, fits)
 
     def add(u: Gradient, p: jax.typing.ArrayLike | None) -> Leaf:
         if p is None or not maps.has_gradient(u):

@@ -35,7 +35,7 @@ def checked_bound(
         arguments.in_range("max_staleness", max_staleness, "[0, inf]")
     )
     if not isinstance(bound, jax.core.Tracer) and not np.isinf(np.asarray(bound)):
-        arguments.scalar("max_staleness", max_staleness, integer=True)
+        arguments.check_scalar("max_staleness", max_staleness, integer=True)
     return bound
 
 
@@ -79,6 +79,6 @@ def factor(
       TypeError: it is no real scalar.
     """
     value: jax.typing.ArrayLike = weight(staleness)
-    arguments.scalar("weight(staleness)", value)
+    arguments.check_scalar("weight(staleness)", value)
     value = arguments.in_range("weight(staleness)", value, "[0, inf)")
     return value

@@ -20,7 +20,7 @@ def row_of(
     """
     meaning = "the index of the worker that computed"
     worker = arguments.extra_argument(name, "worker", worker, meaning)
-    arguments.scalar("worker", worker, integer=True)
+    arguments.check_scalar("worker", worker, integer=True)
     if not isinstance(worker, jax.Array):
         arguments.in_range("worker", worker, f"[0, {n})")
     i = dtypes.saturated(worker)

@@ -187,6 +187,6 @@ def message(
     if layout is not None:
         return PushMessage.of(layout, grads, extra), own
     # Before Ray pickles them. The server checks the rest.
-    structures.usable("grads", grads)
-    structures.usable("extra", extra)
+    structures.check_usable("grads", grads)
+    structures.check_usable("extra", extra)
     return grads, extra | own

@@ -66,7 +66,7 @@ class RayServer:
     def _ask(
         self, name: str, *args: object, check: Check | None = None, **options: object
     ) -> Any:  # What the actor's method returns.
-        arguments.not_while_tracing(name)
+        arguments.check_not_tracing(name)
         check = check or self.connection.check
         exceptions = self._ray.exceptions
         while True:
@@ -135,7 +135,7 @@ class RayServer:
 
     def push(self, grads: optax.Updates, local_step: int, **extra: Any) -> PushResult:
         """See :meth:`ParameterServer.push`; raises if the server dies meanwhile."""
-        arguments.not_while_tracing("push")
+        arguments.check_not_tracing("push")
         grads, extra = message(self.processes.layout, grads, extra)
         return self._ray.get(self.actor.push.remote(grads, local_step, **extra))
 

@@ -145,7 +145,7 @@ def all_finite(g: Gradient) -> jax.Array:
     return jnp.all(jnp.isfinite(x), where=inside)
 
 
-def dense(
+def check_dense(
     name: str,
     tree: PyTree[Leaf],
     needs: str = "changes every row at every step, so it takes dense gradients",

@@ -16,7 +16,7 @@ from gradxform._rows.stored_rows import RowSparseError
 from gradxform._slices.kinds import States
 from gradxform._slices.slices import MixedSlicesError
 from gradxform._trees import maps
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Leaf
 
 
@@ -83,9 +83,9 @@ def lazy(
     >>> optax.tree.get(state, "trace").ravel()  # Row 2 rests in the second step.
     Array([1.5, 0. , 2. , 0. ], dtype=float32)
     """
-    arguments.transformation("inner", inner)
+    arguments.check_transformation("inner", inner)
     versions.before_tracing()
-    inner = with_extra_args_support(inner)
+    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         return inner.init(maps.stored(params))
@@ -99,7 +99,7 @@ def lazy(
         if not any(map(is_sparse, maps.leaves(updates))):
             return inner.update(updates, state, params, **extra)
         if params is not None:
-            structures.same_shapes("updates", updates, "params", params)
+            structures.check_shapes("updates", updates, "params", params)
         updates = boundary.summed_rows(updates)
         rows = Rows.of(updates)
         like = [name for name, x in extra.items() if maps.is_like(x, updates)]
@@ -123,7 +123,7 @@ def lazy(
                     "optax.monitor (use optax.snapshot)"
                 )
         except MixedSlicesError as error:
-            structures.own_shapes(state, jax.eval_shape(inner.init, whole))
+            structures.check_own_shapes(state, jax.eval_shape(inner.init, whole))
             names = ", ".join(map(structures.path_name, rows.tables))
             raise RowSparseError(
                 "gradxform.lazy runs its inner transformation on rows of the table "

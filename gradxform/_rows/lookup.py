@@ -22,7 +22,7 @@ from gradxform._rows.rows import (
     replicated,
     rows_of,
 )
-from gradxform._rows.table_rows import TableRows, no_gradients, read_part
+from gradxform._rows.table_rows import TableRows, check_no_gradients, read_part
 from gradxform._trees import maps
 from gradxform._trees.types import Params
 
@@ -76,7 +76,7 @@ def lookup(
     Array([[3., 4.],
            [0., 0.]], dtype=float32)
     """
-    no_gradients("table", table)
+    check_no_gradients("table", table)
     if not isinstance(table, TableRows):
         table = jnp.asarray(table)
     if not table.ndim:
@@ -157,14 +157,14 @@ def value_and_grad(
     """
     if isinstance(tables, str):
         raise TypeError(f"tables must be a sequence of paths, got {tables!r}.")
-    arguments.flags(has_aux=has_aux)
+    arguments.check_flags(has_aux=has_aux)
     if tables:
         versions.before_tracing()
 
     def wrapped(
         params: optax.Params, *batch: object, **kwargs: object
     ) -> tuple[Any, optax.Updates]:
-        no_gradients("params", params)
+        check_no_gradients("params", params)
         flat, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_part)
         if not tables and not any(_is_part(leaf) for _, leaf in flat):
             dense_way = jax.value_and_grad(loss_fn, has_aux=has_aux)

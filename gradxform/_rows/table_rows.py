@@ -135,7 +135,7 @@ def read_part(part: TableRows, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
     return read_rows(part.values, at), jnp.where(missing, height, ids)
 
 
-def no_gradients(name: str, params: optax.Params) -> None:
+def check_no_gradients(name: str, params: optax.Params) -> None:
     """Raises ``TypeError`` if parameters hold a row-sparse gradient."""
     for path, p in maps.leaves_with_path(params):
         if is_sparse(p):
@@ -158,7 +158,7 @@ def as_arrays(
     """
     if not any(isinstance(p, SparseLeaf) for p in maps.leaves(params)):
         return grads, params
-    no_gradients("params", params)
+    check_no_gradients("params", params)
 
     def number(path: Path, p: Leaf, g: Leaf) -> Leaf:
         if not isinstance(p, TableRows) or not maps.has_gradient(g):

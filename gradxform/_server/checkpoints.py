@@ -61,13 +61,13 @@ class Checkpoint(NamedTuple):
         if given is None:
             return None
         self = given if isinstance(given, Checkpoint) else cls(given)
-        arguments.flags(resume=self.resume)
+        arguments.check_flags(resume=self.resume)
         for name in ("every_steps", "max_to_keep"):
             if getattr(self, name) is not None:
                 arguments.in_range(name, getattr(self, name), "[1, inf)", integer=True)
         if self.every_seconds is not None:
             arguments.in_range("every_seconds", self.every_seconds, "[0, inf]")
-        nested.small("settings", self.settings)
+        nested.check_small("settings", self.settings)
         try:  # The form in which a checkpoint gives them back.
             settings = json.loads(json.dumps(dict(self.settings)))
         except (TypeError, ValueError) as error:

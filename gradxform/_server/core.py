@@ -310,7 +310,7 @@ def of_one_process(
     require_finite: bool = False,
 ) -> Core:
     """The core of a server whose arrays this process holds."""
-    arguments.flags(donate=donate, require_finite=require_finite)
+    arguments.check_flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
     prepare_it = functools.partial(prepare, require_finite)
     return Core(tx, params, state, donate, prepare_it)

@@ -73,7 +73,7 @@ class ThreadServer(Generic[Params]):
         >>> params["w"]
         Array([1, 0.100098], dtype=bfloat16)
         """
-        arguments.not_while_tracing("pull")
+        arguments.check_not_tracing("pull")
         return self._transport.pull(self._transport.tables.request(rows, dtype))
 
     def push(
@@ -112,7 +112,7 @@ class ThreadServer(Generic[Params]):
             called inside of ``jit`` or the like.
           ServerClosedError: the server is closed, or has lost its parameters.
         """
-        arguments.not_while_tracing("push")
+        arguments.check_not_tracing("push")
         # The cheap checks come first, and none of them delays other workers.
         local_step = records.as_step("local_step", local_step)
         if push_id is not None:
@@ -176,7 +176,7 @@ class ThreadServer(Generic[Params]):
         Raises:
           ServerClosedError: the server has lost its parameters.
         """
-        arguments.not_while_tracing("state")
+        arguments.check_not_tracing("state")
         return self._turns.run(self._transport.state)
 
     def restore(self, state: dict[str, Any]) -> None:

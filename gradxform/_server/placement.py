@@ -84,7 +84,7 @@ def with_gate(
         "a server applies pushes to all its parameters. Give it params.fast, and the "
         "optimizer without lookahead."
     )
-    structures.no_lookahead(params, state, hint)
+    structures.check_no_lookahead(params, state, hint)
     has = has_gate(state, "global_step")
     return tx if has else drop_stale(tx, np.iinfo(np.int32).max)
 
@@ -100,7 +100,7 @@ def initialize(
     """
     with jax.transfer_guard("allow"):  # Every zero in a first state is a transfer.
         params = params() if is_function(params) else params
-        structures.arrays(params)
+        structures.check_arrays(params)
         host.check_served("params", params)
         params = copy(params)
         state = tx.init(params)
@@ -230,8 +230,8 @@ def leaves_like(
     Raises:
       TypeError: the two differ; the error names the first path.
     """
-    structures.same_leaves(name, tree, reference_name, reference)
-    structures.same_dtypes(name, tree, reference_name, reference)
+    structures.check_leaves(name, tree, reference_name, reference)
+    structures.check_dtypes(name, tree, reference_name, reference)
     given = dict(jax.tree.leaves_with_path(tree))
     leaves = []
     for path, leaf in jax.tree.leaves_with_path(reference):

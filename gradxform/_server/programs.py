@@ -156,8 +156,8 @@ def prepare(
     grads = maps.without_float0(grads)
     leaves, tree = jax.tree.flatten((grads, extra), is_leaf=_is_sparse_leaf)
     if not all(map(structures.is_usable, leaves)):
-        structures.usable("grads", grads)
-        structures.usable("extra", extra)
+        structures.check_usable("grads", grads)
+        structures.check_usable("extra", extra)
     if any(map(_is_sparse_leaf, leaves)):
         with jax.transfer_guard("allow"):
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
@@ -204,10 +204,10 @@ def checked(
       RuntimeError: an array is deleted.
     """
     grads = maps.without_float0(grads)
-    structures.usable("grads", grads)
-    structures.usable("extra", extra)
+    structures.check_usable("grads", grads)
+    structures.check_usable("extra", extra)
     check_fits(params, grads)
-    structures.some_gradient("grads", grads)
+    structures.check_some_gradient("grads", grads)
     return grads
 
 
@@ -216,8 +216,8 @@ def check_fits(params: PyTree[Any], grads: optax.Updates) -> None:
 
     The leaves of both may be descriptions.
     """
-    structures.same_shapes("grads", grads, "params", params)
-    structures.same_dtypes("grads", grads, "params", params)
+    structures.check_shapes("grads", grads, "params", params)
+    structures.check_dtypes("grads", grads, "params", params)
 
 
 def check_finite(grads: optax.Updates) -> None:

@@ -172,7 +172,7 @@ class Version(NamedTuple):
 def as_step(name: str, value: int) -> int:
     """A caller's step, checked, as an integer; a :class:`GlobalStep` stays one."""
     if type(value) not in (int, GlobalStep):  # Faster than the checks.
-        arguments.scalar(name, value, integer=True)
+        arguments.check_scalar(name, value, integer=True)
         return operator.index(value)
     return value
 
@@ -210,7 +210,7 @@ def as_push_id(push_id: object, *, of_run: bool) -> PushId:
     ):
         raise TypeError(f"push_id must be a pair (worker, number), got {push_id!r}.")
     worker, number = push_id
-    arguments.scalar("the number in push_id", number, integer=True)
+    arguments.check_scalar("the number in push_id", number, integer=True)
     number = operator.index(number)
     if not of_run:
         return worker, number

@@ -130,7 +130,7 @@ class States(NamedTuple):
         try:
             marks = owners(self.init, maps.map_with_path(mark, self.whole), state)
         except ValueError as error:
-            structures.own_state(state, jax.eval_shape(self.init, self.whole))
+            structures.check_own_state(state, jax.eval_shape(self.init, self.whole))
             raise MixedSlicesError(
                 f"its init and the given state show no state of that "
                 f"{self.policy.whole} alone: in init make each array from its "

@@ -88,8 +88,8 @@ def apply_gradients(
     >>> params, state.global_step, state.stale_count
     ({'w': Array([0.5], dtype=float32)}, Array(1, dtype=int32), Array(1, dtype=int32))
     """
-    structures.no_lookahead(params, state)
-    structures.same_shapes("grads", grads, "params", params)
+    structures.check_no_lookahead(params, state)
+    structures.check_shapes("grads", grads, "params", params)
     grads, arrays = host.to_device((grads, params))
     new, state = _applied(tx, grads, arrays, state, extra)
     return host.to_memory_of(new, params), state
@@ -103,14 +103,14 @@ def _applied(
     extra: dict[str, object],
 ) -> tuple[Params, State]:
     """:func:`apply_gradients` for gradients like the parameters, on the device."""
-    structures.some_gradient("grads", grads)
+    structures.check_some_gradient("grads", grads)
     grads, arrays = table_rows.as_arrays(grads, params)
     grads = missing.normalized(grads, arrays)
     try:
         with boundary.explained(grads):
             new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
     except AttributeError:  # Another state has other fields.
-        structures.own_state(state, jax.eval_shape(tx.init, arrays))
+        structures.check_own_state(state, jax.eval_shape(tx.init, arrays))
         raise
     if arrays is not params:
         new = table_rows.with_rows(params, new)
@@ -203,7 +203,7 @@ def minimize(
     >>> new, _, loss = step(params, optax.sgd(0.01).init(params), 1.0)
     >>> assert loss == 25 and jnp.allclose(new["layers"], jnp.array([0.4, 1.7, 2.8]))
     """
-    arguments.flags(donate=donate, two_passes=two_passes)
+    arguments.check_flags(donate=donate, two_passes=two_passes)
     step = training_step(
         loss_fn,
         tx,
@@ -229,7 +229,7 @@ def training_step(
     two_passes: bool = False,
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
-    arguments.transformation("tx", tx)
+    arguments.check_transformation("tx", tx)
     if isinstance(layers, str) or not isinstance(layers, Collection):
         raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
     if tables or layers:
@@ -238,7 +238,7 @@ def training_step(
     def step(
         params: optax.Params, state: optax.OptState, *batch: object, **extra: object
     ) -> tuple[Any, ...]:
-        structures.no_lookahead(params, state)
+        structures.check_no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning, params)
         stacked = layered.paths_of(layers, params)

@@ -63,7 +63,7 @@ class Donating:
         kept = (batch, extra) if self._params_too else (params, batch, extra)
         leaves, structure = jax.tree.flatten(donated)
         if self._captured is None:
-            structures.arrays(params)
+            structures.check_arrays(params)
             self._captured = _captured(self._tx, params)
         elsewhere = set(map(id, jax.tree.leaves(kept) + self._captured))
         mine = set(map(id, leaves))

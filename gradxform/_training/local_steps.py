@@ -106,7 +106,7 @@ def local_steps(
     (8,)
     >>> assert losses[-1] < 1e-4 < 3.0 < loss_fn({"w": jnp.zeros(3)}, x, y)
     """
-    arguments.flags(donate=donate)
+    arguments.check_flags(donate=donate)
     step = training_step(loss_fn, tx, has_aux=has_aux, trainable=trainable)
     versions.before_tracing()
 
@@ -118,7 +118,7 @@ def local_steps(
         **extra: object,
     ) -> tuple[Any, ...]:
         hint = "Pull the whole table, or push the gradients of its rows at each step."
-        boundary.dense("local_steps", params, "trains whole parameters", hint)
+        boundary.check_dense("local_steps", params, "trains whole parameters", hint)
         length, params = _length(batches), host.to_device(params)
         if donate and any(map(host.is_on_host, jax.tree.leaves(state))):
             # JAX would give their memory to the pseudo-gradients.
@@ -128,7 +128,7 @@ def local_steps(
             )
         numbers: Any = None  # Steps have numbers, int32[H], only for `num_steps`.
         if num_steps is not None:
-            arguments.scalar("num_steps", num_steps, integer=True)
+            arguments.check_scalar("num_steps", num_steps, integer=True)
             numbers = np.arange(length, dtype=np.int32)
 
         def train(

@@ -86,8 +86,8 @@ class StepLeaves:
         if structure != jax.tree.structure(own):
             made_for = learning
             own = jax.eval_shape(tx.init, learning)
-        structures.own_state(state, own)
-        structures.own_shapes(state, own)
+        structures.check_own_state(state, own)
+        structures.check_own_shapes(state, own)
         states = States(policy, arrays, tx.init, made_for)
         found, lacking = states.of_step(params, state, learning, extra)
         numbers = {path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))}

@@ -95,8 +95,8 @@ def scale_by_adagrad(
     initial_accumulator_value, eps = arguments.non_negative(
         initial_accumulator_value=initial_accumulator_value, eps=eps
     )
-    arguments.flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
-    structures.state_dtype("accumulator_dtype", accumulator_dtype)
+    arguments.check_flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
+    structures.check_state_dtype("accumulator_dtype", accumulator_dtype)
 
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
 
@@ -134,9 +134,9 @@ def scale_by_adagrad(
     ) -> tuple[optax.Updates, ScaleByAdagradState]:
         updates = boundary.summed_rows(updates)
         if row_wise and params is not None:  # The accumulators know only the rows.
-            structures.same_shapes("updates", updates, "params", params)
+            structures.check_shapes("updates", updates, "params", params)
         like = boxes.as_in(updates, state.sum_of_squares)
-        structures.same_shapes("updates", updates, "sum_of_squares", like, fits)
+        structures.check_shapes("updates", updates, "sum_of_squares", like, fits)
         squares = []
         if row_wise:
             squares = [norms.squared_rows(updates) if clip_sums is None else clip_sums]

@@ -16,7 +16,7 @@ from gradxform._numbers import arithmetic, constants, norms
 from gradxform._numbers.norms import Layers, StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.links import stateless
 from gradxform._trees.types import Leaf, PyTree
 
@@ -156,7 +156,7 @@ def clip_by_global_norm(
         del state, params, extra
         updates = boundary.summed_rows(updates)
         if use_norm is not None:
-            arguments.scalar("use_norm", use_norm)
+            arguments.check_scalar("use_norm", use_norm)
         else:
             use_norm = global_norm(updates, axis_name=axis_name)
         factor = factor_to(use_norm, max_norm)
@@ -223,7 +223,7 @@ def keras_clip(
     clipped gradients as ``clip_sums``, an extra argument: 7 N instead of 10 N for
     NovoGrad, and 4 N instead of 7 N for row-wise Adagrad.
     """
-    arguments.at_most_one(**limits)
+    arguments.check_at_most_one(**limits)
     for name, limit in limits.items():
         if limit is None:
             continue
@@ -270,7 +270,7 @@ def _clip_with_sums(
     axis_name: AxisName,
     stacked_axes: StackedAxes,
 ) -> optax.GradientTransformationExtraArgs:
-    inner = with_extra_args_support(inner)
+    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> _States:
         clip_state = optax.EmptyState() if by_layer else _no_norm(params)

@@ -67,9 +67,9 @@ def compensate_delay(
         worker_params = arguments.extra_argument(
             "compensate_delay", "worker_params", worker_params, meaning
         )
-        structures.same_shapes("updates", updates, "params", params)
+        structures.check_shapes("updates", updates, "params", params)
         worker_params = maps.masked_like(updates, worker_params)
-        structures.same_shapes("updates", updates, "worker_params", worker_params)
+        structures.check_shapes("updates", updates, "worker_params", worker_params)
 
         def compensate(
             g: jax.Array, w: jax.Array, w_worker: jax.Array

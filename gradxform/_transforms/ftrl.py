@@ -129,7 +129,9 @@ def ftrl(
     """
     if not callable(learning_rate):
         learning_rate = arguments.in_range("learning_rate", learning_rate, "[0, inf)")
-    arguments.flags(multiply_linear_by_learning_rate=multiply_linear_by_learning_rate)
+    arguments.check_flags(
+        multiply_linear_by_learning_rate=multiply_linear_by_learning_rate
+    )
     power = arguments.in_range("learning_rate_power", learning_rate_power, "(-inf, 0]")
     start, *strengths = arguments.non_negative(
         initial_accumulator_value=initial_accumulator_value,
@@ -161,7 +163,7 @@ def ftrl(
         # Traced once for each shape, not for each leaf.
         follow = jax.jit(functools.partial(_follow, numbers, rate != 0, *scales))
         kept = [state.sum_of_squares, state.linear]
-        structures.same_shapes("updates", updates, "linear", state.linear)
+        structures.check_shapes("updates", updates, "linear", state.linear)
         updates, *new = boundary.map_step(follow, updates, kept, reads=[params])
         return updates, FtrlState(optax.safe_increment(state.count), *new)
 

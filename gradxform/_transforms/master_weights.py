@@ -16,7 +16,7 @@ from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.states import Mark
 from gradxform._trees.types import Leaf, Param, Params, Path
 
@@ -138,9 +138,11 @@ def master_weights(
     >>> full, _ = train(tx, jnp.ones(1))
     >>> assert gx.get_master_weights(w, state) == full
     """
-    arguments.transformation("inner", inner)
-    arguments.one_of("residual_dtype", residual_dtype, ("int16", "int8", "bfloat16"))
-    inner = with_extra_args_support(inner)
+    arguments.check_transformation("inner", inner)
+    arguments.check_one_of(
+        "residual_dtype", residual_dtype, ("int16", "int8", "bfloat16")
+    )
+    inner = with_any_extra_args(inner)
 
     def zeros(p: Param) -> jax.Array | optax.MaskedNode:
         if not half.is_half(p):
@@ -162,7 +164,7 @@ def master_weights(
         **extra: object,
     ) -> tuple[optax.Updates, MasterWeightsState]:
         params = structures.params_like("master_weights", updates, params)
-        structures.own_kind(state, MasterWeightsState)
+        structures.check_own_kind(state, MasterWeightsState)
         _check(params, state.residual, residual_dtype)
         updates = maps.map_updates(
             lambda g, r: dtypes.widen(g) if maps.has_gradient(r) else g,
@@ -335,7 +337,7 @@ def _check(
     Without a ``residual_dtype`` it may have any, and may lack parameters of another
     transformation.
     """
-    structures.same_shapes("state.residual", residual, "params", params)
+    structures.check_shapes("state.residual", residual, "params", params)
 
     def check(path: Path, p: Leaf, r: Leaf) -> None:
         if not (maps.has_gradient(p) and (residual_dtype or maps.has_gradient(r))):

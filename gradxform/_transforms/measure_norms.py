@@ -98,7 +98,7 @@ def measure_norms(
     ) -> tuple[optax.Updates, MeasureNormsState]:
         updates = boundary.summed_rows(updates)
         old = boxes.as_in(updates, state.norms)
-        structures.same_leaves("updates", updates, "norms", old, _fits)
+        structures.check_leaves("updates", updates, "norms", old, _fits)
         squares, _ = norms.squared_norms(
             norms.alone(updates), axis_name=axis_name, stacked_axes=stacked_axes
         )

@@ -19,14 +19,14 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
     Raises:
       TypeError: the dtype does not fit the parameters.
     """
-    structures.of_same_kind("mu_dtype", mu_dtype, params)
+    structures.check_same_kind("mu_dtype", mu_dtype, params)
     return constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
 
 
 def check_dense(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
     """Raises ``TypeError`` unless updates are dense and of the momentum's shapes."""
-    boundary.dense(transformation, updates)
-    structures.same_shapes("updates", updates, "mu", mu)
+    boundary.check_dense(transformation, updates)
+    structures.check_shapes("updates", updates, "mu", mu)
 
 
 def in_both_dtypes(

@@ -137,10 +137,10 @@ def scale_by_novograd(
     b1 = arguments.in_range("b1", b1, "[0, 1)")
     b2 = arguments.in_range("b2", b2, "[0, 1)")
     eps, weight_decay = arguments.non_negative(eps=eps, weight_decay=weight_decay)
-    arguments.flags(
+    arguments.check_flags(
         grad_averaging=grad_averaging, nesterov=nesterov, eps_in_sqrt=eps_in_sqrt
     )
-    structures.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
     decays = not arguments.is_known(weight_decay, 0)
     formula = _Formula(b1, b2, eps, weight_decay, grad_averaging, nesterov, eps_in_sqrt)
 
@@ -341,7 +341,7 @@ def novograd(
         axis_name=axis_name,
         stacked_axes=stacked_axes,
     )
-    arguments.flags(lr_in_momentum=lr_in_momentum)
+    arguments.check_flags(lr_in_momentum=lr_in_momentum)
     if lr_in_momentum:
         scaled, learning_rate = _inside_momentum(scaled, learning_rate), 1.0
     return optax.chain(

@@ -139,7 +139,7 @@ def proximal_adagrad(
             return update.astype(g.dtype if g.dtype == w.dtype else wide.dtype), total
 
         sums = [state.sum_of_squares]
-        structures.same_shapes(
+        structures.check_shapes(
             "updates", updates, "sum_of_squares", sums[0], structures.has_shape
         )
         updates, *sums = boundary.map_step(move, updates, sums, reads=[params])

@@ -79,7 +79,7 @@ def round_stochastically(
     >>> moved = jnp.mean(new == 1 - 2**-8)
     >>> assert abs(moved - 0.25) < 0.05 and jnp.all((new == 1) | (new == 1 - 2**-8))
     """
-    arguments.scalar("seed", seed, integer=True)
+    arguments.check_scalar("seed", seed, integer=True)
 
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
         half.check_precision("round_stochastically", params)
@@ -96,7 +96,7 @@ def round_stochastically(
         **_: object,
     ) -> tuple[optax.Updates, RoundStochasticallyState]:
         params = structures.params_like("round_stochastically", updates, params)
-        structures.own_kind(state, RoundStochasticallyState)
+        structures.check_own_kind(state, RoundStochasticallyState)
         step_key = jax.random.wrap_key_data(state.key, impl=_KEYS)
         step_key = jax.random.fold_in(step_key, state.count)
         leaves, structure = maps.flatten(updates)

@@ -74,7 +74,7 @@ def scale_by_staleness(
                 "scale_by_staleness needs staleness: put it inside drop_stale, or pass "
                 "update(..., staleness=s)."
             )
-        arguments.scalar("staleness", staleness, integer=True)
+        arguments.check_scalar("staleness", staleness, integer=True)
         # s = max(0, staleness)
         s = jnp.maximum(0, dtypes.saturated(staleness))
         factor = None if weight is None else lateness.factor(weight, s)

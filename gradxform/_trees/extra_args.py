@@ -10,7 +10,7 @@ import optax
 from gradxform._trees import states
 
 
-def with_extra_args_support(
+def with_any_extra_args(
     tx: optax.GradientTransformation,
 ) -> optax.GradientTransformationExtraArgs:
     """``tx``, which now takes any extra argument. Its ``update`` gets those it takes.

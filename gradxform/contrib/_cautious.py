@@ -14,7 +14,7 @@ from gradxform._numbers import arithmetic, norms
 from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_extra_args_support
+from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Gradient, Leaf
 
 # The smallest mean that divides an update.
@@ -94,8 +94,8 @@ def cautious(
     >>> updates  # The momentum is 6 and 1. One of two rests, so the other doubles.
     Array([-6., -0.], dtype=float32)
     """
-    arguments.transformation("inner", inner)
-    inner = with_extra_args_support(inner)
+    arguments.check_transformation("inner", inner)
+    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         norms.check_stacked(stacked_axes, params)
@@ -107,11 +107,13 @@ def cautious(
         params: optax.Params | None = None,
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
-        boundary.dense("cautious", updates, _NEEDS)
-        structures.no_lookahead(params, state, "put lookahead around cautious.")
+        boundary.check_dense("cautious", updates, _NEEDS)
+        structures.check_no_lookahead(params, state, "put lookahead around cautious.")
         gradients = maps.without_float0(updates)
         moved, state = inner.update(updates, state, params, **extra)
-        structures.same_shapes("inner's update", moved, "the gradient", gradients, _fit)
+        structures.check_shapes(
+            "inner's update", moved, "the gradient", gradients, _fit
+        )
         shares = maps.map_leaves(
             lambda g, u: _share(g, u) if _are_there(g, u) else None, gradients, moved
         )

@@ -107,11 +107,13 @@ def scale_by_delayed_nesterov(
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
     activation = arguments.in_range("activation", activation, f"[0, {most}]")
-    structures.state_dtype("mu_dtype", mu_dtype, complex_too=True)
-    structures.state_dtype("accumulator_dtype", accumulator_dtype, complex_too=True)
+    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    structures.check_state_dtype(
+        "accumulator_dtype", accumulator_dtype, complex_too=True
+    )
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
-        structures.of_same_kind("accumulator_dtype", accumulator_dtype, params)
+        structures.check_same_kind("accumulator_dtype", accumulator_dtype, params)
         return ScaleByDelayedNesterovState(
             count=constants.zeros(params, jnp.int32, axes=0),
             mu=momentum.zeros(params, mu_dtype),

@@ -93,8 +93,8 @@ def measure_cosine(
     def update_fn(
         updates: optax.Updates, state: MeasureCosineState
     ) -> tuple[optax.Updates, MeasureCosineState]:
-        boundary.dense("measure_cosine", updates)
-        structures.same_shapes("updates", updates, "previous", state.previous)
+        boundary.check_dense("measure_cosine", updates)
+        structures.check_shapes("updates", updates, "previous", state.previous)
         before = boxes.as_in(updates, state.squares)
         squares, square = norms.squared_norms(updates, axis_name=axis_name)
         _, dot = norms.products(updates, state.previous, squares, axis_name=axis_name)

@@ -125,7 +125,7 @@ def scale_by_momentum_look_ahead(
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
     """
     b1 = arguments.in_range("b1", b1, "[0, 1)")
-    structures.state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
     alignment = None if alignment is None else checked(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
@@ -282,15 +282,15 @@ def worker_start(
     """
     b1 = arguments.in_range("b1", b1, "[0, 1)")
     learning_rate = checked_rate(learning_rate)
-    arguments.scalar("learning_rate", learning_rate)
+    arguments.check_scalar("learning_rate", learning_rate)
 
     kind = ScaleByMomentumLookAheadState
     found = maps.nodes(state, lambda node: isinstance(node, kind))
     hint = "pass that of a transformation with scale_by_momentum_look_ahead in it"
     own = structures.only(kind.__name__, found, hint)
     mu = boxes.as_in(params, own.mu)  # Flax has other boxes around state.
-    boundary.dense("worker_start", params)
-    structures.same_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
+    boundary.check_dense("worker_start", params)
+    structures.check_shapes("the momentum", mu, "params", maps.masked_like(mu, params))
 
     def start(m: Leaf, w: Leaf) -> Leaf:
         # w - learning_rate·b1·m

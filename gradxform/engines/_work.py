@@ -183,7 +183,7 @@ def cast_back(worker: Worker, params: optax.Params) -> Worker:
         if isinstance(given, types.GeneratorType):
             given = yield from given
         loss, grads = _pair(given)
-        structures.same_shapes("grads", grads, "params", like)
+        structures.check_shapes("grads", grads, "params", like)
         return loss, maps.map_updates(lambda g, p: g.astype(p.dtype), grads, like)
 
     return worker._replace(gradient=gradient)
@@ -204,7 +204,7 @@ def _pair(given: object) -> LossAndGrads:
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean, and leave has_aux out. A function from jax.grad leaves the loss out."
         )
-    structures.usable("grads", grads)
+    structures.check_usable("grads", grads)
     return loss, grads
 
 

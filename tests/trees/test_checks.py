@@ -258,7 +258,7 @@ def test_no_parameters_at_all(params):
 def test_another_thread_may_import_the_same_module_of_jax(monkeypatch):
     """``jax`` gets ``extend`` as an attribute when the import is done."""
     monkeypatch.delattr(jax, "extend", raising=False)
-    arguments.not_while_tracing("pull")
+    arguments.check_not_tracing("pull")
     assert opaque._opaque.__wrapped__()
 
 
