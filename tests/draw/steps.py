@@ -24,8 +24,8 @@ from numpy import nan
 from tests.draw import runs
 """
 
-# What a layer computes from ``x``, and its arrays by name and shape. Results stay small,
-# so that a rounding stays small, too.
+# What a layer computes from ``x``, and its arrays by name and shape. Results stay
+# small, so that a rounding stays small, too.
 W, V = {"w": (WIDTH, WIDTH)}, {"v": (WIDTH, WIDTH)}
 LAYERS = {
     "dense": ('x + jnp.tanh(x @ w["w"] + w["b"])', W | {"b": (WIDTH,)}),
