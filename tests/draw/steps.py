@@ -345,4 +345,6 @@ def may_be_refused(chosen, tx, how):
     of_axes = {"novograd", "row-wise adagrad", "low_bit_state"}
     is_elsewhere = "axis of layers" in names and names & of_axes
     depends = names & {"lamb", "trust ratio", "lazy"}
-    return bool(few or sums > 1 or is_elsewhere or depends)
+    # MultiSteps asks for the types of a step without what drop_stale needs.
+    is_inside = "MultiSteps" in tx.partition("drop_stale")[0] and "drop_stale" in tx
+    return bool(few or sums > 1 or is_elsewhere or depends or is_inside)
