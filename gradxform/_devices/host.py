@@ -182,7 +182,7 @@ def to_memory_of(new: PyTree[T], old: PyTree[Leaf]) -> PyTree[T]:
 
     def put(old: Leaf, new: Any) -> Any:  # Any leaf.
         if isinstance(old, SparseLeaf):
-            return new.with_values(put(old.values, new.values))
+            return maps.with_values(new, put(old.values, new.values))
         there = is_on_host(old) and not is_on_host(new)
         return jax.device_put(new, _HOST) if there else new
 

@@ -70,7 +70,7 @@ def map_step(
         u, *new = f(g.values, *seen, *given)
         pairs = zip(old, new, strict=True)
         kept = (scatter_rows(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
-        return g.with_values(u), *kept
+        return maps.with_values(g, u), *kept
 
     up_to = treedef.flatten_up_to  # type: ignore[attr-defined]
     columns = gradients, *map(maps.leaves, state), *map(up_to, (*reads, *rest))

@@ -110,7 +110,9 @@ class Rows:
         return jax.tree.unflatten(
             program.structure,
             [
-                x if kind is None else self.tables[kind.source.path].with_values(x)
+                x
+                if kind is None
+                else maps.with_values(self.tables[kind.source.path], x)
                 for x, kind in pairs
             ],
         )

@@ -140,7 +140,7 @@ def _without_padding(u: Leaf) -> Leaf:
     """New updates of rows; zeros for padding."""
     if not isinstance(u, IndexedSlices):
         return u
-    return u.with_values(filled(u, u.values, 0))
+    return maps.with_values(u, filled(u, u.values, 0))
 
 
 def _written(new: Leaf, old: jax.typing.ArrayLike) -> Leaf:

@@ -177,5 +177,7 @@ def as_arrays(
 def with_rows(params: optax.Params, new: optax.Params) -> optax.Params:
     """Parameters with new arrays, where parts of tables have new rows."""
     return maps.map_leaves(
-        lambda p, x: p.with_values(x) if isinstance(p, TableRows) else x, params, new
+        lambda p, x: maps.with_values(p, x) if isinstance(p, TableRows) else x,
+        params,
+        new,
     )

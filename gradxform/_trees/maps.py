@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,8 @@ from gradxform._trees.types import (
     SparseLeaf,
     T,
 )
+
+Sparse = TypeVar("Sparse", bound=SparseLeaf)
 
 
 def is_leaf(node: object) -> bool:
@@ -125,6 +127,13 @@ def is_like(value: object, updates: optax.Updates) -> bool:
     )
 
 
+def with_values(leaf: Sparse, values: jax.Array) -> Sparse:
+    """The same places with other entries, unchecked."""
+    new = object.__new__(type(leaf))
+    vars(new).update(vars(leaf), values=values)
+    return new
+
+
 def stored(tree: PyTree[Leaf]) -> PyTree[Any]:
     """The same tree, with the stored entries of each sparse leaf in its place."""
     return map_leaves(_stored, tree)
@@ -162,7 +171,7 @@ def map_updates(
         if not has_gradient(g):
             return nothing(g)
         new: Any = f(jnp.asarray(_stored(g)), *r)  # For a sparse leaf an array.
-        return g.with_values(new) if isinstance(g, SparseLeaf) else new
+        return with_values(g, new) if isinstance(g, SparseLeaf) else new
 
     return map_leaves(update, updates, *rest)
 

@@ -7,7 +7,7 @@ container of any kind. The name says which leaves are in it.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Self, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -52,12 +52,6 @@ class SparseLeaf:
     def __radd__(self, table: jax.Array) -> jax.Array:
         """The sum of a parameter and this update."""
         raise NotImplementedError
-
-    def with_values(self, values: jax.Array) -> Self:
-        """The same places with other entries, unchecked."""
-        new = object.__new__(type(self))
-        vars(new).update(vars(self), values=values)
-        return new
 
 
 # A parameter, or its description, as in ``jax.eval_shape``.

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees import maps
 
 HEIGHT, WIDTH = 50, 3
 IDS = np.array([[7, 3], [7, 9], [HEIGHT, 3]])  # Repetitions, and padding.
@@ -169,7 +170,7 @@ def test_a_part_that_differs_by_device_where_the_ids_do_not():
 
     def grad(table, scale):
         nothing = 0 * jax.lax.axis_index("d").astype(table.dtype)
-        table = table.with_values(table.values + nothing)
+        table = maps.with_values(table, table.values + nothing)
         value, grads = gx.value_and_grad(loss)(table, scale)
         return jax.lax.psum(value, "d"), jax.lax.psum(grads.densify(), "d")
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees import maps
 from tests.conftest import half
 from tests.test_optax_all import FOUND, QUICK, WITHOUT_VALUE
 from tests.training.losses import pairs
@@ -181,7 +182,7 @@ def kind_of(name):
         others = jnp.array([1, 7])
         params = draw(0, HEIGHT, WIDTH).at[others].multiply(scale)
         g = rows([3, 7, 3, 1], 1)
-        grads = g.with_values(g.values.at[jnp.array([1, 3])].multiply(scale))
+        grads = maps.with_values(g, g.values.at[jnp.array([1, 3])].multiply(scale))
         return jax.lax.scan(step, (params, lazy.init(params)), length=STEPS)[1]
 
     try:
@@ -234,7 +235,7 @@ def test_adam_by_the_row_is_the_formula_of_lazy_adam(n, dtype):
     given = [rows(rng.integers(0, HEIGHT + 1, n), 50 + t, dtype) for t in range(4)]
     step = jax.jit(functools.partial(gx.apply_gradients, tx))
     state = tx.init(params)
-    wide = [g.with_values(np.asarray(g.values, np.float64)) for g in given]
+    wide = [maps.with_values(g, np.asarray(g.values, np.float64)) for g in given]
     tol = {"float32": 2e-6, "bfloat16": 6e-2}[dtype]
     formula = lazy_adam(params, wide, 0.1, 0.8, 0.9, 1e-3)
     for g, expected in zip(given, formula, strict=True):

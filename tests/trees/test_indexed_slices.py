@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees import maps
 from tests.conftest import half
 
 
@@ -48,7 +49,7 @@ def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
 
 
 def test_it_has_shape_and_dtype_of_the_dense_gradient_and_sums_in_float32():
-    grads = slices([1] * 4096).with_values(jnp.ones((4096, 2), jnp.bfloat16))
+    grads = maps.with_values(slices([1] * 4096), jnp.ones((4096, 2), jnp.bfloat16))
     assert (grads.shape, grads.ndim, grads.dtype) == ((5, 2), 2, jnp.bfloat16)
     assert "dense_shape=(5, 2)" in repr(grads)
     for dense in (grads.densify(), grads.sum_duplicates().densify()):
@@ -132,10 +133,12 @@ def test_other_rows_do_not_count_as_summed():
     repeated = jax.tree.unflatten(jax.tree.structure(summed), [jnp.ones((2, 2)), ones])
     assert repeated.sum_duplicates().indices.tolist() == [1, 5]
     rows = summed.values
-    assert slices([1, 1]).with_values(rows).sum_duplicates().indices.tolist() == [1, 5]
+    again = maps.with_values(slices([1, 1]), rows).sum_duplicates()
+    assert again.indices.tolist() == [1, 5]
     jitted = jax.jit(lambda g: g.sum_duplicates().values[0, 0])
     assert summed.sum_duplicates() is summed
-    assert summed.with_values(summed.values).sum_duplicates().indices is summed.indices
+    again = maps.with_values(summed, summed.values).sum_duplicates()
+    assert again.indices is summed.indices
     assert jitted(summed) == summed.values[0, 0]
     assert jitted(repeated) == 2.0  # the same treedef, so the same compiled function
 

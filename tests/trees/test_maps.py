@@ -16,6 +16,7 @@ import pytest
 import gradxform as gx
 from benchmarks.models import size
 from gradxform._rows import boundary
+from gradxform._trees import maps
 from tests.conftest import half
 
 SIZES = [1, 4095, 4096, 4097, 65_537, 1_000_003]
@@ -70,7 +71,9 @@ def test_padding_may_hold_anything(dtype):
     rows = jnp.ones((128, 64), dtype)
     indices = jnp.arange(128).at[100:].set(1000)
     grads = gx.IndexedSlices(indices, rows, (1000, 64))
-    padding, row = (grads.with_values(rows.at[i, 3].set(jnp.nan)) for i in (100, 99))
+    padding, row = (
+        maps.with_values(grads, rows.at[i, 3].set(jnp.nan)) for i in (100, 99)
+    )
     assert all_finite([grads, padding, row]) == [True, True, False]
 
 
