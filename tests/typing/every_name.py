@@ -6,7 +6,7 @@ optax says: parameters, updates and states inside of a state.
 """
 
 from collections.abc import Callable
-from typing import TypeVar, assert_type
+from typing import TypeAlias, TypeVar, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -16,9 +16,7 @@ import gradxform as gx
 
 Params = dict[str, jax.Array]
 S = TypeVar("S")
-
-
-Wrapper = optax.GradientTransformationExtraArgs
+Wrapper: TypeAlias = optax.GradientTransformationExtraArgs
 
 
 def loss_fn(params: Params, x: jax.Array) -> jax.Array:
