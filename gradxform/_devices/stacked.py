@@ -22,7 +22,7 @@ class Stacked(NamedTuple):
     axis: int
 
     def placed(self, x: jax.Array) -> jax.Array:
-        """An array of which layers can be read: on the device, or where it lies."""
+        """The array where its layers can be read: as it lies, or on the device."""
         return x if host.can_slice(x, self.axis) else host.to_device(x)
 
     def read(self, x: jax.Array, i: jax.Array) -> jax.Array:

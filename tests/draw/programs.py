@@ -222,7 +222,7 @@ def programs(draw, how):
 
 
 def random_programs(how, seed):
-    """An endless stream of what ``how`` draws, the same one for each seed."""
+    """An endless stream of programs that ``how`` draws, the same one for each seed."""
     rng = np.random.default_rng(seed)
     while True:
         found = how.drawn(lambda low, high: int(rng.integers(low, high + 1)))
@@ -321,7 +321,7 @@ def check(p):
 
 
 def refusal(error):
-    """What the package says of what it does not run; raises what others say."""
+    """The message of an error of the package, a refusal; raises any other error."""
     where = traceback.extract_tb(error.__traceback__)[-1].filename
     if not where.startswith(os.path.dirname(gradxform.__file__)):
         raise error
