@@ -207,16 +207,16 @@ class States(NamedTuple):
             other = jax.eval_shape(self.init, maps.map_with_path(describe, self.whole))
         except Exception:  # An ``init`` may take no such size.
             return None
-        before, after = map(jax.tree.leaves_with_path, (state, other))
-        if [path for path, _ in before] != [path for path, _ in after]:
-            return None
-        shapes = {path: x.shape for path, x in after}
-        if any(len(shape_of(x)) != len(shapes[path]) for path, x in before):
-            return None
-        dtypes_before, dtypes_after = (
-            [dtypes.dtype_of(x) for _, x in leaves] for leaves in (before, after)
+        before, after = (
+            {
+                path: (len(shape_of(x)), dtypes.dtype_of(x))
+                for path, x in jax.tree.leaves_with_path(tree)
+            }
+            for tree in (state, other)
         )
-        return shapes if dtypes_before == dtypes_after else None
+        if before != after:
+            return None
+        return {path: x.shape for path, x in jax.tree.leaves_with_path(other)}
 
     def _checked(
         self,

@@ -123,7 +123,6 @@ def with_bytes(
         params, state = host.to_memory_of(tuple(new), given[1:])
         return result, params, state
 
-    there = filter(host.is_on_host, jax.tree.leaves(given))
-    if not any(map(host.moves_whole_on_tpu, there)):
+    if not any(map(comes_whole, jax.tree.leaves(given))):
         return step(*given)
     return compilers.on_tpu(whole, step)(*given)
