@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeGuard
 
 import jax
@@ -316,3 +316,11 @@ def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
     """The variables that equations read, each once."""
     read = (x for eqn in eqns for x in eqn.invars)
     return [*dict.fromkeys(filter(is_variable, read))]
+
+
+def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs that are parameters of an equation."""
+    for x in jax.tree.leaves(list(eqn.params.values())):
+        found = getattr(x, "jaxpr", x)
+        if hasattr(found, "eqns"):
+            yield found

@@ -1,0 +1,402 @@
+"""Cores of an update: the parts of its jaxpr that need whole matrices.
+
+A core is what lies between operations on matrices: products, decompositions. It begins
+where the update reads the fewest bytes for it, so what travels to a whole matrix is one
+array, such as a momentum; norms, transpositions and casts are inside. It ends with an
+array of the same shape. The rules of the evaluator say along which axes a core has
+matrices that stand alone, such as layers, experts or heads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import numpy as np
+
+from gradxform._jax import jaxprs, versions
+from gradxform._jax.versions import Op
+from gradxform._slices import rules
+from gradxform._slices.rules import Along, shape_of
+from gradxform._slices.slices import (
+    Evaluator,
+    Kind,
+    MixedSlicesError,
+    Policy,
+    Slices,
+    Source,
+)
+from gradxform._trees.types import Shape
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+
+# The numbers of equations.
+Numbers: TypeAlias = frozenset[int]
+
+# Each device may read fewer entries as a whole, and compute with them.
+_FEW = 64
+# A core that reads several arrays on its way to one reads at most so many times more.
+_MOST = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Core:
+    """Equations that make one array of another one, and of constants.
+
+    Attributes:
+      eqns: they.
+      reads: the array, and then the constants.
+      makes: the result, of the shape of the array.
+      program: the same as a function.
+    """
+
+    eqns: Sequence[JaxprEqn]
+    reads: Sequence[Var]
+    makes: Var
+    program: ClosedJaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Matrices:
+    """A core whose matrices stand alone.
+
+    Attributes:
+      axes: those of the array along which they follow each other.
+      program: the core for one of them: these axes have one entry.
+    """
+
+    axes: tuple[int, ...]
+    program: ClosedJaxpr
+
+
+class NoCoreError(TypeError):
+    """Operations on matrices that are no core.
+
+    Attributes:
+      reads: the arrays that they read.
+    """
+
+    def __init__(self, message: str, reads: Collection[Var]) -> None:
+        """An error with these arrays."""
+        super().__init__(message)
+        self.reads = reads
+
+
+def is_of_matrices(eqn: JaxprEqn) -> bool:
+    """Whether an operation, or one inside of it, needs whole matrices.
+
+    A product of a matrix and a vector does not: it adds up parts.
+    """
+    name = jaxprs.name_of(eqn)
+    if name == Op.DOT:
+        contracted, batch = eqn.params["dimension_numbers"]
+        pairs = zip(eqn.invars, contracted, batch, strict=True)
+        free = [len(shape_of(x)) - len(c) - len(b) for x, c, b in pairs]
+        return bool(contracted[0]) and all(free)
+    inside = jaxprs.inside(eqn)
+    return name in versions.OF_MATRICES or any(
+        is_of_matrices(other) for jaxpr in inside for other in jaxpr.eqns
+    )
+
+
+class Update:
+    """A traced update, and where its operations on matrices are.
+
+    Attributes:
+      jaxpr: it.
+      made_by: the number of the equation that makes each variable.
+      read_by: the numbers of equations that read each variable; -1 for results.
+      parts: the equations of each core, by their numbers.
+      numbers: variables of few entries that depend only on such, such as a count of
+        steps, or coefficients.
+    """
+
+    def __init__(self, jaxpr: Jaxpr) -> None:
+        """Finds the equations between operations on matrices."""
+        self.jaxpr = jaxpr
+        self.made_by: dict[Var, int] = {}
+        self.read_by: dict[Var, list[int]] = {}
+        for number, eqn in enumerate(jaxpr.eqns):
+            self.made_by.update(dict.fromkeys(eqn.outvars, number))
+            for x in filter(jaxprs.is_variable, eqn.invars):
+                self.read_by.setdefault(x, []).append(number)
+        for x in filter(jaxprs.is_variable, jaxpr.outvars):
+            self.read_by.setdefault(x, []).append(-1)
+        self.parts = list(self._parts())
+        self.numbers = self._numbers()
+
+    def _parts(self) -> Iterator[Numbers]:
+        """For each core the equations between its operations on matrices."""
+        eqns = self.jaxpr.eqns
+        part_of: dict[int, int] = {}  # One of a part stands for all of it.
+
+        def part(number: int) -> int:
+            while part_of[number] != number:
+                number = part_of[number]
+            return number
+
+        # The operations on matrices from which a variable descends.
+        before: dict[Var, Numbers] = {}
+        for number, eqn in enumerate(eqns):
+            found = _union(before, jaxprs.among(eqn.invars, before).values())
+            if is_of_matrices(eqn):
+                part_of[number] = number
+                for other in found:
+                    part_of[part(other)] = number
+                found = frozenset([number])
+            if found:
+                before.update(dict.fromkeys(eqn.outvars, found))
+        # Those that need a variable.
+        after: dict[Var, Numbers] = {}
+        members: dict[int, set[int]] = {}
+        for number in reversed(range(len(eqns))):
+            eqn = eqns[number]
+            later = _union(after, jaxprs.among(eqn.outvars, after).values())
+            if number in part_of:
+                later = frozenset([number])
+                members.setdefault(part(number), set()).add(number)
+            else:
+                earlier = _union(before, jaxprs.among(eqn.outvars, before).values())
+                both = {*map(part, later)} & {*map(part, earlier)} if earlier else ()
+                for found in both:
+                    members.setdefault(found, set()).add(number)
+            if later:
+                for x in filter(jaxprs.is_variable, eqn.invars):
+                    known = after.get(x, later)
+                    after[x] = known if known is later else known | later
+        yield from map(frozenset, reversed(members.values()))
+
+    def _numbers(self) -> set[Var]:
+        found = {x for x in self.jaxpr.invars if _is_few(x)}
+        found.update(filter(_is_few, self.jaxpr.constvars))
+        for eqn in self.jaxpr.eqns:
+            read = filter(jaxprs.is_variable, eqn.invars)
+            is_one = all(map(_is_few, eqn.outvars)) and found.issuperset(read)
+            if is_one and not eqn.effects:
+                found.update(eqn.outvars)
+        return found
+
+    def core(self, part: Numbers) -> Core:
+        """The core with these equations.
+
+        Raises:
+          NoCoreError: it reads several arrays, or makes several, or one of another
+            shape.
+        """
+        grown = part
+        while len(results := self._results(grown)) > 1:
+            number = self._joining(grown, results)
+            if number is None:
+                break
+            grown |= {number}
+        first = self.jaxpr.eqns[min(part)]
+        if len(results) != 1:
+            self._refuse(part, first, f"makes {len(results)} arrays that others read")
+        grown, makes = self._forward(grown, results[0])
+        best: list[tuple[int, Core]] = []
+        for x, others in self._backward(grown):
+            if shape_of(x) == shape_of(makes):
+                core = self._between(x, makes, others)
+                count = int(np.prod([shape_of(x)[a] for a in matrices(core).axes]))
+                if not best or _nbytes(x) < _nbytes(best[0][1].reads[0]):
+                    best = []
+                best.append((count, core))
+        if not best:
+            shapes = ", ".join(
+                x.aval.str_short() for x in self._reads(part)
+            )
+            self._refuse(
+                part,
+                first,
+                f"makes {makes.aval.str_short()}, and reads not one array of its shape "
+                f"alone: {shapes}",
+            )
+        most = max(count for count, _ in best)
+        return [core for count, core in best if count == most][-1]
+
+    def _refuse(self, part: Numbers, eqn: JaxprEqn, why: str) -> None:
+        raise NoCoreError(f"{jaxprs.place(eqn)} {why}", self._reads(part))
+
+    def _reads(self, part: Collection[int]) -> dict[Var, None]:
+        """The variables that these equations read and do not make, but for numbers."""
+        eqns = [self.jaxpr.eqns[number] for number in sorted(part)]
+        read = [x for x in jaxprs.variables_read(eqns) if x not in self.numbers]
+        return {x: None for x in read if self.made_by.get(x) not in part}
+
+    def _results(self, part: Numbers) -> list[Var]:
+        """The variables that these equations make and others read."""
+        made = (x for n in sorted(part) for x in self.jaxpr.eqns[n].outvars)
+        return [x for x in made if not part.issuperset(self.read_by.get(x, ()))]
+
+    def _joining(self, part: Numbers, results: Sequence[Var]) -> int | None:
+        """The next equation that reads results, and nothing that is not there."""
+        there = self.numbers.union(results, self._reads(part))
+        size = max(np.prod(shape_of(x)) for x in results)
+        for number in sorted({n for x in results for n in self.read_by[x]} - part):
+            eqn = self.jaxpr.eqns[number]
+            read = set(filter(jaxprs.is_variable, eqn.invars))
+            sizes = {np.prod(shape_of(x)) for x in eqn.outvars}
+            if number >= 0 and read <= there and sizes <= {size} and not eqn.effects:
+                return number
+        return None
+
+    def _forward(self, part: Numbers, x: Var) -> tuple[Numbers, Var]:
+        """With operations after the result that keep its size, and read nothing else.
+
+        They end where the result has the fewest bytes, as late as possible.
+        """
+        best, grown = (part, x), part
+        while len(readers := self.read_by.get(x, ())) == 1 and readers[0] >= 0:
+            number = readers[0]
+            eqn = self.jaxpr.eqns[number]
+            operands = [*filter(jaxprs.is_variable, eqn.invars)]
+            is_alone = len(operands) == len(eqn.outvars) == 1 and not eqn.effects
+            if not is_alone or jaxprs.name_of(eqn) not in rules.RULES:
+                break
+            if np.prod(shape_of(eqn.outvars[0])) != np.prod(shape_of(x)):
+                break
+            grown, x = grown | {number}, eqn.outvars[0]
+            if _nbytes(x) <= _nbytes(best[1]):
+                best = grown, x
+        return best
+
+    def _backward(self, part: Numbers) -> Iterator[tuple[Var, Numbers]]:
+        """One array that gives the result, with equations; then ones before it."""
+        grown, reads = set(part), self._reads(part)
+        least = sum(map(_nbytes, reads))
+        while reads:
+            total = sum(map(_nbytes, reads))
+            if len(reads) == 1 and total <= least:
+                least = total
+                yield *reads, frozenset(grown)
+            number = max(self.made_by.get(x, -1) for x in reads)
+            if number < 0 or total > _MOST * least:
+                return
+            eqn = self.jaxpr.eqns[number]
+            if eqn.effects:
+                return
+            grown.add(number)
+            reads = self._reads(grown)
+
+    def _between(self, x: Var, makes: Var, part: Numbers) -> Core:
+        """The core from an array to a result.
+
+        It computes the numbers that it needs from arguments. So the programs of cores
+        that do the same are the same.
+        """
+        eqns, made = self.jaxpr.eqns, {x}
+        chosen = set[int]()
+        for number in sorted(part):
+            if x not in eqns[number].outvars and jaxprs.among(
+                eqns[number].invars, made
+            ):
+                chosen.add(number)
+                made.update(eqns[number].outvars)
+        waiting = [*jaxprs.variables_read(eqns[n] for n in chosen)]
+        while waiting:
+            number = self.made_by.get(y := waiting.pop(), -1)
+            if y in self.numbers and number not in {-1, *chosen}:
+                chosen.add(number)
+                waiting += filter(jaxprs.is_variable, eqns[number].invars)
+        of_core = jaxprs.needed([eqns[n] for n in sorted(chosen)], [makes])
+        made = {x}.union(*(eqn.outvars for eqn in of_core))
+        reads = [x, *(y for y in jaxprs.variables_read(of_core) if y not in made)]
+
+        def run(*args: jax.Array) -> jax.Array:
+            env = dict(zip(reads, args, strict=True))
+            jaxprs.advance(of_core, env)
+            return env[makes]
+
+        return Core(of_core, reads, makes, _traced(run, [y.aval for y in reads]))
+
+
+def matrices(core: Core) -> Matrices:
+    """The axes along which a core has matrices, and its program for one of them."""
+    return _matrices(_Text(core.program))
+
+
+class _Text:
+    """A program that is equal to one with the same text."""
+
+    def __init__(self, program: ClosedJaxpr) -> None:
+        self.program, self.text = program, text(program)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Text) and self.text == other.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
+@functools.lru_cache(maxsize=256)
+def _matrices(of: _Text) -> Matrices:
+    program, axes = of.program, set[int]()
+    shape = shape_of(program.in_avals[0])
+    while True:
+        found = len(axes)
+        for axis, size in enumerate(shape):
+            if axis in axes or size < 2:
+                continue
+            one = _for_one(program, axis)
+            if one is not None:
+                program, axes = one, {*axes, axis}
+        if len(axes) == found:
+            return Matrices(tuple(sorted(axes)), program)
+
+
+def text(program: ClosedJaxpr) -> str:
+    """What a program computes; that of equal programs is equal."""
+    return str(program)
+
+
+def _for_one(program: ClosedJaxpr, axis: int) -> ClosedJaxpr | None:
+    """The program for one entry along an axis; None if it mixes entries."""
+    array, *constants = program.in_avals
+    shape = shape_of(array)
+    kind = Kind(Source(shape[axis], 1), Along(axis))
+
+    def run(x: jax.Array, *constants: jax.Array) -> jax.Array:
+        (y,) = Evaluator(_POLICY).results(program, [Slices(x, kind), *constants])
+        if not isinstance(y, Slices) or y.kind != kind:
+            raise MixedSlicesError("its result has no such matrices")
+        return y.array
+
+    one = array.update(shape=(*shape[:axis], 1, *shape[axis + 1 :]))
+    try:
+        return _traced(run, [one, *constants])
+    except MixedSlicesError:
+        return None
+
+
+def _traced(f: Any, types: Sequence[Any]) -> ClosedJaxpr:
+    with jax.disable_jit(False):  # Otherwise it would unroll loops.
+        return jax.make_jaxpr(f)(*types)
+
+
+def _mixed(*_: object) -> None:
+    return None
+
+
+_POLICY = Policy("matrix", "array", [Op.RANDOM_BITS], _mixed)
+
+
+def _union(known: Mapping[Var, Numbers], variables: Collection[Var]) -> Numbers:
+    """The union of some sets; of equal ones it is one of them."""
+    found: Numbers = frozenset()
+    for x in variables:
+        if known[x] is not found:
+            found = found | known[x] if found else known[x]
+    return found
+
+
+def _nbytes(x: Var) -> int:
+    aval: Any = x.aval
+    return int(np.prod(shape_of(x))) * aval.dtype.itemsize
+
+
+def _is_few(x: Var) -> bool:
+    return bool(np.prod(shape_of(x)) < _FEW)
