@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gradxform._jax import jaxprs, versions
@@ -67,10 +68,31 @@ class Matrices:
     Attributes:
       axes: those of the array along which they follow each other.
       program: the core for one of them: these axes have one entry.
+      longest: the same, but one axis, the last one that was found, is whole.
+      last: this axis; None if there is only one matrix.
     """
 
     axes: tuple[int, ...]
     program: ClosedJaxpr
+    longest: ClosedJaxpr
+    last: int | None = None
+
+    def results(self, x: jax.Array, *constants: jax.Array) -> jax.Array:
+        """The results of the core for some matrices, which follow each other in front.
+
+        In a batch that ``vmap`` makes, the compiler for CPU would copy each matrix once
+        more to transpose it.
+        """
+        others = [axis for axis in self.axes if axis != self.last]
+        if self.last is not None:
+            at = self.last - sum(axis < self.last for axis in others)
+            y = jnp.expand_dims(jnp.moveaxis(x, 0, at), others)
+            y = _results(self.longest, self.last, y, *constants)
+            return jnp.moveaxis(jnp.squeeze(y, others), at, 0)
+        one = functools.partial(_run, self.program)
+        if len(x) == 1:
+            return one(x[0], *constants)[None]
+        return jax.vmap(one, (0, *[None] * len(constants)))(x, *constants)
 
 
 class NoCoreError(TypeError):
@@ -334,7 +356,8 @@ class _Text:
 
 @functools.lru_cache(maxsize=256)
 def _matrices(of: _Text) -> Matrices:
-    program, axes = of.program, set[int]()
+    program = longest = of.program
+    axes: list[int] = []
     shape = shape_of(program.in_avals[0])
     while True:
         found = len(axes)
@@ -343,9 +366,10 @@ def _matrices(of: _Text) -> Matrices:
                 continue
             one = _for_one(program, axis)
             if one is not None:
-                program, axes = one, {*axes, axis}
+                longest, program, axes = program, one, [*axes, axis]
         if len(axes) == found:
-            return Matrices(tuple(sorted(axes)), program)
+            last = axes[-1] if axes else None
+            return Matrices(tuple(sorted(axes)), program, longest, last)
 
 
 def text(program: ClosedJaxpr) -> str:
@@ -357,19 +381,28 @@ def _for_one(program: ClosedJaxpr, axis: int) -> ClosedJaxpr | None:
     """The program for one entry along an axis; None if it mixes entries."""
     array, *constants = program.in_avals
     shape = shape_of(array)
-    kind = Kind(Source(shape[axis], 1), Along(axis))
-
-    def run(x: jax.Array, *constants: jax.Array) -> jax.Array:
-        (y,) = Evaluator(_POLICY).results(program, [Slices(x, kind), *constants])
-        if not isinstance(y, Slices) or y.kind != kind:
-            raise MixedSlicesError("its result has no such matrices")
-        return y.array
-
     one = array.update(shape=(*shape[:axis], 1, *shape[axis + 1 :]))
     try:
-        return _traced(run, [one, *constants])
+        return _traced(functools.partial(_results, program, axis), [one, *constants])
     except MixedSlicesError:
         return None
+
+
+def _results(
+    program: ClosedJaxpr, axis: int, x: jax.Array, *constants: jax.Array
+) -> jax.Array:
+    """The result of a program for some entries along an axis."""
+    source = Source(shape_of(program.in_avals[0])[axis], x.shape[axis])
+    kind = Kind(source, Along(axis))
+    (y,) = Evaluator(_POLICY).results(program, [Slices(x, kind), *constants])
+    if not isinstance(y, Slices) or y.kind != kind:
+        raise MixedSlicesError("its result has no such matrices")
+    return y.array
+
+
+def _run(program: ClosedJaxpr, *args: jax.Array) -> jax.Array:
+    (y,) = jaxprs.run(program.jaxpr, [*program.consts, *args])
+    return y
 
 
 def _traced(f: Any, types: Sequence[Any]) -> ClosedJaxpr:

@@ -68,6 +68,11 @@ class Shares(NamedTuple):
         """The mesh axes that cut a matrix, from its first axis on."""
         return tuple(name for names in self.cutting for name in names)
 
+    @property
+    def all(self) -> tuple[str, ...]:
+        """The mesh axes along which devices share the work."""
+        return *self.copying, *self.names
+
     def gathered(self, x: jax.Array) -> jax.Array:
         """Whole matrices, from the parts of as many that this device has."""
         if self.copying:
@@ -100,53 +105,53 @@ class Shares(NamedTuple):
         copies = self.number(self.copying)
         x = jnp.broadcast_to(x, (copies, *x.shape))
         x = x.reshape(-1, *x.shape[3:])
-        names = *self.copying, *self.names
-        return jax.lax.all_to_all(x, names, 0, 0, tiled=True) if names else x
+        return jax.lax.all_to_all(x, self.all, 0, 0, tiled=True) if self.all else x
 
 
+# (matrices, *constants) -> results for each of them
+OfWhole: TypeAlias = Callable[..., jax.Array]
+
+
+@functools.lru_cache(maxsize=256)  # Without `jit` each step calls it again.
 def on_whole(
-    f: Callable[..., jax.Array],
-    arrays: Sequence[jax.Array],
-    constants: Sequence[jax.Array],
-    cuts: Sequence[Cut],
-    mesh: Mesh | AbstractMesh,
-) -> list[jax.Array]:
-    """The results of ``f(matrix, *constants)`` for each matrix of some arrays.
+    f: OfWhole, cuts: tuple[Cut, ...], mesh: Mesh | AbstractMesh
+) -> Callable[..., list[jax.Array]]:
+    """A function that applies ``f`` to the matrices of some arrays, whole ones.
 
-    They lie as the arrays do. The cuts give equal matrices, cut alike.
+    It gets the arrays and the constants. The results lie as the arrays do. The cuts
+    give equal matrices, cut alike.
     """
-    specs = [cut.spec for cut in cuts]
-    sizes = dict(mesh.shape)
+    specs, sizes = [cut.spec for cut in cuts], dict(mesh.shape)
 
     def local(
         arrays: Sequence[jax.Array], constants: Sequence[jax.Array]
     ) -> list[jax.Array]:
-        batches = [_in_front(x, cut.axes) for x, cut in zip(arrays, cuts, strict=True)]
-        x = jnp.concatenate([_flat(x, cut.axes) for x, cut in zip(batches, cuts, strict=True)])
+        pairs = [*zip(arrays, cuts, strict=True)]
+        batches = [jnp.moveaxis(x, cut.axes, range(len(cut.axes))) for x, cut in pairs]
+        flat = [
+            x.reshape(-1, *x.shape[len(cut.axes) :])
+            for x, cut in zip(batches, cuts, strict=True)
+        ]
+        x = jnp.concatenate(flat)
         shares = _shares(cuts[0], len(x), sizes)
-        number = shares.number([*shares.copying, *shares.names])
-        whole = shares.gathered(_padded(x, number))
-        over = functools.partial(jax.vmap, in_axes=(0, *[None] * len(constants)))
-        parts = shares.given_back(over(f)(whole, *constants))
+        whole = shares.gathered(_padded(x, shares.number(shares.all)))
+        parts = shares.given_back(f(whole, *constants))
         results, start = [], 0
-        for x, cut in zip(batches, cuts, strict=True):
-            count = math.prod(x.shape[: len(cut.axes)])
-            part = parts[start : start + count].reshape(x.shape)
+        for x, y, cut in zip(batches, flat, cuts, strict=True):
+            part = parts[start : start + len(y)].reshape(x.shape)
             results.append(jnp.moveaxis(part, range(len(cut.axes)), cut.axes))
-            start += count
+            start += len(y)
         return results
 
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=(specs, PartitionSpec()), out_specs=specs, check_vma=False
-    )(arrays, constants)
-
-
-def _in_front(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return jnp.moveaxis(x, axes, range(len(axes)))
-
-
-def _flat(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    return x.reshape(-1, *x.shape[len(axes) :])
+    return jax.jit(
+        jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs,
+            check_vma=False,
+        )
+    )
 
 
 def _padded(x: jax.Array, number: int) -> jax.Array:

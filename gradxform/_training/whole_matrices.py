@@ -98,6 +98,7 @@ class Step:
       given: the numbers of those that are arrays; others are constants.
       closed: the update, as a function of these arrays.
       structure: that of the results.
+      replaces: for each result the number of the leaf that it replaces, or -1.
     """
 
     leaves: Sequence[Any]
@@ -105,6 +106,7 @@ class Step:
     closed: ClosedJaxpr
     update: cores.Update
     structure: Any
+    replaces: Sequence[int]
 
     @classmethod
     def of(cls, inner: optax.GradientTransformationExtraArgs, args: Any) -> Step:
@@ -124,33 +126,79 @@ class Step:
             closed, results = jax.make_jaxpr(call, return_shape=True)(types)
             closed = jaxprs.inlined(closed)
         structure = jax.tree.structure(results)
-        return cls(leaves, given, closed, cores.Update(closed.jaxpr), structure)
+        updates, params, state, _ = args
+        start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))
+        replaces = [*range(start), *range(end, end + len(jax.tree.leaves(state)))]
+        if structure != jax.tree.structure((updates, state)):
+            replaces = [-1] * structure.num_leaves
+        update = cores.Update(closed.jaxpr)
+        return cls(leaves, given, closed, update, structure, replaces)
 
     def on(self, layout: Layout) -> tuple[optax.Updates, optax.OptState]:
         """The results of the step on a mesh."""
         arrays = [self.leaves[n] for n in self.given]
-        groups = self._groups(layout)
-        results = self.run(arrays, groups, layout.mesh)
+        found = [self.update.core(part) for part in self.update.parts]
+        names = self._names(found, layout)
+        groups = _groups(found, names)
+        if layout.types:
+            results = self._typed(arrays, groups, names, layout)
+        else:
+            results = self.run(arrays, groups, layout.mesh)
         return jax.tree.unflatten(self.structure, results)
 
-    def _groups(self, layout: Layout) -> list[Group]:
-        """Equal cores."""
-        jaxpr, groups = self.closed.jaxpr, dict[object, Group]()
+    def _names(self, found: Sequence[Core], layout: Layout) -> dict[Var, Names]:
+        """The mesh axes that cut each variable, as far as they are known."""
+        jaxpr, made = self.closed.jaxpr, {core.makes: core.reads[0] for core in found}
         pairs = zip(jaxpr.invars, self.given, strict=True)
         names = {x: layout.names[n] for x, n in pairs if n in layout.names}
         for eqn in jaxpr.eqns:
             names.update(_names_after(eqn, names, layout.mesh))
-        for part in self.update.parts:
-            core = self.update.core(part)
-            found = cores.matrices(core)
-            x, *constants = core.reads
-            cut = Cut(found.axes, names.get(x, ((),) * len(shape_of(x))))
-            program = cores.text(found.program)
-            key = program, cut.of_matrix, cut.of_batch, *constants
-            group = groups.setdefault(key, Group(found, [], []))
-            group.cores.append(core)
-            group.cuts.append(cut)
-        return [*groups.values()]
+            for x in made.keys() & {*eqn.outvars}:
+                names[x] = names.get(made[x], ())
+        return names
+
+    def _typed(
+        self,
+        arrays: Sequence[jax.Array],
+        groups: Sequence[Group],
+        names: Mapping[Var, Names],
+        layout: Layout,
+    ) -> list[jax.Array]:
+        """The results on explicit axes, which are automatic inside.
+
+        A result has the type of the argument that it replaces. What depends on no array
+        of the mesh stays outside.
+        """
+        jaxpr, mesh = self.closed.jaxpr, layout.mesh
+        pairs = [*zip(jaxpr.invars, self.given, arrays, strict=True)]
+        typed = {x for x, n, _ in pairs if n in layout.types}
+        for eqn in jaxpr.eqns:
+            if jaxprs.among(eqn.invars, typed):
+                typed.update(eqn.outvars)
+        outside = [eqn for eqn in jaxpr.eqns if typed.isdisjoint(eqn.outvars)]
+        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
+        env |= {x: y for x, _, y in pairs}
+        jaxprs.advance(jaxprs.needed(outside, jaxpr.outvars), env)
+        inside = [k for k, x in enumerate(jaxpr.outvars) if x in typed]
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            results = self.run(arrays, groups, jax.sharding.get_abstract_mesh())
+            return [results[k] for k in inside]
+
+        shardings = []
+        for k in inside:
+            x, like = jaxpr.outvars[k], layout.types.get(self.replaces[k])
+            if like is None or self.leaves[self.replaces[k]].shape != shape_of(x):
+                like = NamedSharding(mesh, Cut((), names.get(x, ())).spec)
+            shardings.append(like)
+        placed = jax.sharding.auto_axes(
+            run, axes=mesh.explicit_axes, out_sharding=shardings
+        )(*arrays)
+        results = dict(zip(inside, placed, strict=True))
+        return [
+            results[k] if k in results else jaxprs.read(env, [x])[0]
+            for k, x in enumerate(jaxpr.outvars)
+        ]
 
     def run(
         self, arrays: Sequence[jax.Array], groups: Sequence[Group], mesh: AnyMesh
@@ -179,20 +227,28 @@ def _run_group(
     group: Group, env: dict[Var, Any], last: list[jax.Array], mesh: AnyMesh
 ) -> list[jax.Array]:
     """Adds the results of some cores to the values; they wait for the last ones."""
-    from jax.extend.core import jaxpr_as_fun
-
-    axes, program = group.matrices.axes, group.matrices.program
-
-    def of_one(x: jax.Array, *constants: jax.Array) -> jax.Array:
-        (y,) = jaxpr_as_fun(program)(jax.numpy.expand_dims(x, axes), *constants)
-        return y.reshape(x.shape)
-
     arrays = [env[core.reads[0]] for core in group.cores]
     constants = [env[x] for x in group.cores[0].reads[1:]]
     arrays, _ = compilers.barrier((arrays, last))
-    results = exchange.on_whole(of_one, arrays, constants, group.cuts, mesh)
+    on_whole = exchange.on_whole(group.matrices.results, tuple(group.cuts), mesh)
+    results = on_whole(arrays, constants)
     env.update((core.makes, y) for core, y in zip(group.cores, results, strict=True))
     return results
+
+
+def _groups(found: Sequence[Core], names: Mapping[Var, Names]) -> list[Group]:
+    """Equal cores."""
+    groups: dict[object, Group] = {}
+    for core in found:
+        of_core = cores.matrices(core)
+        x, *constants = core.reads
+        cut = Cut(of_core.axes, names.get(x) or ((),) * len(shape_of(x)))
+        program = cores.text(of_core.program)
+        key = program, of_core.axes, cut.of_matrix, cut.of_batch, *constants
+        group = groups.setdefault(key, Group(of_core, [], []))
+        group.cores.append(core)
+        group.cuts.append(cut)
+    return [*groups.values()]
 
 
 def _names_after(eqn: Any, names: Mapping[Var, Names], mesh: AnyMesh) -> dict[Var, Names]:
