@@ -108,7 +108,7 @@ def _applied(
     grads = missing.normalized(grads, arrays)
     try:
         with boundary.explained(grads):
-            new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
+            new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
     except AttributeError:  # Another state has other fields.
         structures.check_own_state(state, jax.eval_shape(tx.init, arrays))
         raise
@@ -153,7 +153,7 @@ def minimize(
         each layer as soon as its gradient is known, or adds it to the sum of
         :func:`accumulate`. So no array holds the gradients of all layers. It computes
         each layer again, as with ``jax.checkpoint``. The numbers are those of the step
-        without ``layers``. The update of a layer may read this layer, its number, the
+        without ``layers``. The update of a layer may read this layer, its index, the
         loss and scalars, but no other layer and no gradient of another parameter. It
         may add up over named mesh axes. The page on larger models says what a loss may
         do with a stack.
