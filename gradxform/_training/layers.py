@@ -29,6 +29,12 @@ from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
 
 
+def check_paths(layers: Collection[str]) -> None:
+    """Raises ``TypeError`` unless it is a sequence of paths."""
+    if isinstance(layers, str) or not isinstance(layers, Collection):
+        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
+
+
 def paths_of(layers: Collection[str], params: optax.Params) -> set[Path]:
     """The paths of all leaves that ``layers`` names, also by a tree that they are in.
 
@@ -119,9 +125,7 @@ def step(
         update, same, scalars = update.after_first_pass(backward.run, of_scans)
         return update.after(backward.after(scalars).run, same)
 
-    new = _tried(updated, arrays, two_passes=two_passes)
-    params, state = host.to_memory_of(new, (params, state))
-    return (value, *aux), params, state
+    return (value, *aux), *_tried(updated, arrays, two_passes=two_passes)
 
 
 def _leaves(

@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._jax.jaxprs import Part
 from gradxform._numbers import constants
-from gradxform._training import tpu
+from gradxform._training import layer_loop, tpu
 from gradxform._training.by_layer import LayerParts, OfLayer
+from gradxform._training.layer_loop import LayerIndices
 from gradxform._training.stacks import Scan, StackedLoss
 from gradxform._training.step_leaves import ByIndex, Layer
 
 if TYPE_CHECKING:
     from jax.extend.core import Var
 
-# The indices of layers: a constant, or an array that waits for something.
-LayerIndices: TypeAlias = np.ndarray | jax.Array
 # Values, or gradients, by the variables of a loss.
 Values: TypeAlias = "dict[Var, Any]"
 
@@ -89,12 +87,12 @@ class ScanPass:
             return wholes, {}
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
-        read = functools.partial(_read, self.scan)
+        read = functools.partial(layer_loop.read, self.scan)
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
             wholes, ahead, stacks, sums, of_carry = carried
             i, following, carry, scanned, of_ys = x
-            frozen, stacks = _read_on(self.scan, stacks, i)
+            frozen, stacks = layer_loop.read_on(self.scan, stacks, i)
             there, here = self._stacks(wholes)
             parts = read(here, i) | tpu.now(read, there, i, ahead)
             inputs = [*self.inputs[:num_consts], *carry, *scanned]
@@ -120,7 +118,7 @@ class ScanPass:
             for k in self.active
             if k < num_consts
         }
-        first, following = _one_ahead(each, reverse=not self.scan.is_reverse)
+        first, following = layer_loop.one_ahead(each, reverse=not self.scan.is_reverse)
         ahead = tpu.ahead(read, self._stacks(wholes)[0], first)
         (wholes, _, stacks, sums, of_first), (of_scanned, parts_of_layers) = (
             jax.lax.scan(
@@ -236,7 +234,7 @@ def forward(
     results = jaxprs.read(values, jaxpr.outvars)
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
     of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
-    each = [_layer_indices(scan) for scan in loss.scans]
+    each = [layer_loop.layer_indices(scan) for scan in loss.scans]
     same = [{n: values[loss.leaves[n]] for n in scan.stacked} for scan in loss.scans]
     return results, same, BackwardPass(passes, of_loss, dense, each)
 
@@ -266,72 +264,20 @@ def _scanned(
     leaves: Mapping[int, Var],
 ) -> ScanPass:
     """Adds the results of a scan to ``values``, what learns to ``active``."""
-    num_consts, num_carry = scan.lengths
-    start = num_consts + num_carry  # Of the inputs that the scan goes over.
-    inputs, read = scan.inputs(values), functools.partial(_read, scan)
-
-    def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-        (carry, stacks, ahead), (i, following, scanned) = carried, x
-        there = {n: stacks[n] for n in used_first}
-        others = {n: x for n, x in stacks.items() if n not in there}
-        parts, others = _read_on(scan, others, i)
-        parts |= tpu.now(read, there, i, ahead)
-        operands = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
-        results = scan.layer_results(operands)
-        kept = results[:num_carry], others | there, tpu.ahead(read, there, following)
-        return kept, (carry, results[num_carry:])
-
-    stacks = {n: values[leaves[n]] for n in scan.stacked}
-    on_host = [n for n in tpu.backwards(scan) if host.is_on_host(stacks[n])]
-    # The first part of a layer comes while the layer before it is computed, others
-    # while the layer itself is.
-    used_first = on_host[-1:]
-    each = _layer_indices(scan)
-    first, following = _one_ahead(each, reverse=scan.is_reverse)
-    ahead = tpu.ahead(read, {n: stacks[n] for n in used_first}, first)
-    (last, stacks, _), (carries, ys) = jax.lax.scan(
-        layer,
-        (inputs[num_consts:start], stacks, ahead),
-        (each, following, inputs[start:]),
-        reverse=scan.is_reverse,
+    inputs = scan.inputs(values)
+    results, stacks, carries = layer_loop.forward(
+        scan,
+        inputs,
+        {n: values[leaves[n]] for n in scan.stacked},
+        scan.layer_results,
+        keeps_carries=True,
     )
-    values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
+    values.update(zip(scan.eqn.outvars, results, strict=True))
     values.update((leaves[n], stack) for n, stack in stacks.items())
     depending = jaxprs.among(scan.eqn.invars, active)
     learning, learning_results = _depending_on(scan, depending)
     active.update(scan.eqn.outvars[k] for k in learning_results)
     return ScanPass(scan, inputs, carries, learning, learning_results)
-
-
-def _one_ahead(each: LayerIndices, *, reverse: bool) -> tuple[Any, LayerIndices]:
-    """The first layer of a loop, and for each layer the one after it.
-
-    After the last one comes the first one again, which is read for nothing.
-    """
-    roll = np.roll if isinstance(each, np.ndarray) else jnp.roll
-    return each[-1 if reverse else 0], roll(each, 1 if reverse else -1)
-
-
-def _read(scan: Scan, stacks: ByIndex, i: jax.Array) -> ByIndex:
-    """Layer ``i`` of these stacks."""
-    stacked = scan.stacked
-    return {n: stacked[n].read(x, i) for n, x in stacks.items()}
-
-
-def _read_on(scan: Scan, stacks: ByIndex, i: jax.Array) -> tuple[ByIndex, ByIndex]:
-    """Layer ``i`` of these stacks, and the stacks for a loop that only reads them."""
-    stacked = scan.stacked
-    read = {n: stacked[n].read_on(x, i) for n, x in stacks.items()}
-    return {n: x for n, (x, _) in read.items()}, {n: x for n, (_, x) in read.items()}
-
-
-def _layer_indices(scan: Scan) -> np.ndarray:
-    """int32[n], the indices of a scan's layers, as a constant.
-
-    XLA for GPU then knows where each layer lies, and copies it to or from the host. An
-    array of JAX is known only to the program: there a kernel moves each layer.
-    """
-    return np.arange(scan.length, dtype=np.int32)
 
 
 def _depending_on(

@@ -14,14 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._training.stacks import Scan
 from gradxform._trees import maps
-from gradxform._trees.types import PyTree
+from gradxform._trees.types import PyTree, T
 
 
 def backwards(scan: Scan) -> list[int]:
@@ -100,29 +99,20 @@ def _after(before: dict[int, jax.Array], x: jax.Array) -> jax.Array:
     return compilers.on_tpu(barrier, lambda x: x)((x, before))[0]
 
 
-def with_bytes(
-    step: Callable[..., tuple[Any, optax.Params, optax.OptState]],
-    learning: optax.Params,
-    params: optax.Params,
-    state: optax.OptState,
-) -> tuple[Any, optax.Params, optax.OptState]:
-    """``step(learning, params, state)``, whose arrays of 8 bits may be on the host.
+def with_bytes(f: Callable[..., T], *args: PyTree[Any]) -> T:
+    """``f(*args)``, whose arguments' arrays of 8 bits may be on the host.
 
     They come whole in front of it, unless the compiler can take layers of them.
     """
-    args = learning, params, state
 
     def comes_whole(x: object) -> bool:
         return host.is_on_host(x) and host.moves_whole_on_tpu(x)
 
-    def brought(*args: PyTree[Any]) -> tuple[Any, optax.Params, optax.OptState]:
-        brought = maps.map_leaves(
-            lambda x: host.to_device(x) if comes_whole(x) else x, args
+    def brought(*args: PyTree[Any]) -> T:
+        return f(
+            *maps.map_leaves(lambda x: host.to_device(x) if comes_whole(x) else x, args)
         )
-        result, *new = step(*brought)
-        params, state = host.to_memory_of(tuple(new), args[1:])
-        return result, params, state
 
     if not any(map(comes_whole, jax.tree.leaves(args))):
-        return step(*args)
-    return compilers.on_tpu(brought, step)(*args)
+        return f(*args)
+    return compilers.on_tpu(brought, f)(*args)
