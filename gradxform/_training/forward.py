@@ -21,7 +21,7 @@ from gradxform._training import layer_loop
 from gradxform._training.stacks import Scan, StackVariable
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
 class Stack(NamedTuple):
@@ -39,11 +39,11 @@ class Stack(NamedTuple):
         """All of the variable, on the device."""
         return jaxprs.evaluated(self.variable.equations, host.to_device(self.array))
 
-    def has_layers(self, scan: JaxprEqn) -> bool:
-        """Whether a scan over the variable can read the stack's layers one by one."""
-        length = scan.params["length"]
+    def axis(self, length: int) -> int | None:
+        """The axis whose layers a scan can read one by one; None if it cannot."""
         axis = self.variable.axis(length) if length else None
-        return axis is not None and not jax.typeof(self.array).sharding.spec[axis]
+        is_cut = axis is not None and jax.typeof(self.array).sharding.spec[axis]
+        return None if is_cut else axis
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,21 +83,23 @@ class Forward:
     def _scan(self, eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
         """The results of a scan, which may go over stacks, and read others inside."""
         num_consts, num_carry = versions.scan_lengths(eqn)
-        stacks: dict[int, Stack] = {}
-        axes: dict[int, int | None] = {}
-        for k, x in enumerate(inputs[num_consts + num_carry :], num_consts + num_carry):
-            if isinstance(x, Stack) and x.has_layers(eqn):
-                n, axis = x.variable.index, x.variable.axis(eqn.params["length"])
-                if axes.setdefault(n, axis) == axis:
-                    stacks[k] = x
-        self.scanned.update(axes)
-        scan = Scan(eqn, {k: x.variable for k, x in stacks.items()}, set(), False)
-        arrays = {x.variable.index: x.array for x in stacks.values()}
-        operands = _arrays(eqn, inputs, num_consts)
-        body = eqn.params["jaxpr"]
+        length, start = eqn.params["length"], num_consts + num_carry
+        stacks: dict[int, StackVariable] = {}
+        arrays: dict[int, jax.Array] = {}
+        axes: dict[int, int] = {}
+        for k, x in enumerate(inputs):
+            axis = x.axis(length) if k >= start and isinstance(x, Stack) else None
+            if axis is not None and axes.setdefault(x.variable.index, axis) == axis:
+                stacks[k], arrays[x.variable.index] = x.variable, x.array
+        self.scanned.update(arrays)
+        scan, body = Scan(eqn, stacks, set(), False), eqn.params["jaxpr"]
         results, _, _ = layer_loop.forward(
             scan,
-            [None if k in stacks else x for k, x in enumerate(operands)],
+            _operands(
+                eqn,
+                [None if k in stacks else x for k, x in enumerate(inputs)],
+                num_consts,
+            ),
             {n: x.placed(arrays[n]) for n, x in scan.stacked.items()},
             lambda operands: self.results(body.jaxpr, [*body.consts, *operands]),
             keeps_carries=False,
@@ -107,7 +109,7 @@ class Forward:
     def _while(self, eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
         num_ends = eqn.params["cond_nconsts"]
         start = num_ends + eqn.params["body_nconsts"]
-        operands = _arrays(eqn, inputs, start)
+        operands = _operands(eqn, inputs, start)
 
         def call(program: ClosedJaxpr, consts: Sequence[Any]) -> Callable[..., Any]:
             before = [*program.consts, *consts]
@@ -144,10 +146,12 @@ def _array(x: Any) -> Any:
     return x.whole() if isinstance(x, Stack) else x
 
 
-def _arrays(eqn: JaxprEqn, inputs: Sequence[Any], num_consts: int) -> list[Any]:
-    """Inputs of a loop; those that it only reads may be stacks."""
-    pairs = enumerate(zip(inputs, eqn.invars, strict=True))
-    return [
-        x if k < num_consts and isinstance(x, Stack) else jaxprs.as_array(_array(x), of)
-        for k, (x, of) in pairs
-    ]
+def _operands(eqn: JaxprEqn, inputs: Sequence[Any], num_consts: int) -> list[Any]:
+    """Inputs of a loop, where stacks may be among the constants alone."""
+
+    def operand(k: int, x: Any, of: Var | Literal) -> Any:
+        if x is None or (k < num_consts and isinstance(x, Stack)):
+            return x
+        return jaxprs.as_array(_array(x), of)
+
+    return list(map(operand, range(len(inputs)), inputs, eqn.invars))
