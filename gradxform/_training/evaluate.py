@@ -58,7 +58,8 @@ def evaluate(f: Callable[P, R], *, layers: Collection[str] = ()) -> Callable[P, 
     >>> def f(params, x):
     ...     return jax.lax.scan(lambda x, w: (x @ w, x.sum()), x, params["layers"])
     >>> y, sums = gx.evaluate(f, layers=["layers"])(params, jnp.ones((1, 16)))
-    >>> assert jnp.all(y == 8.0**4) and jnp.all(sums == 16 * 8.0 ** jnp.arange(4))
+    >>> assert jnp.all(y == 8.0**4)
+    >>> assert sums.tolist() == [16, 128, 1024, 8192]
     """
     layered.check_paths(layers)
     if layers:
