@@ -118,6 +118,11 @@ def check_whole(name: str, tree: PyTree[jax.Array], names: tuple[str, ...]) -> N
             )
 
 
+def is_equal(x: jax.Array, names: Iterable[str]) -> bool:
+    """Whether the type of an array says that it is equal on all devices of axes."""
+    return all(n not in _varying(x) and _is_tracked(n) for n in names)
+
+
 def check_parts(
     name: str, tree: PyTree[Leaf], names: tuple[str, ...], why: str = ""
 ) -> None:

@@ -9,14 +9,15 @@ matrices that stand alone, such as layers, experts or heads.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
@@ -30,7 +31,6 @@ from gradxform._slices.slices import (
     Slices,
     Source,
 )
-from gradxform._trees.types import Shape
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -213,35 +213,36 @@ class Update:
         while len(results := self._results(grown)) > 1:
             number = self._joining(grown, results)
             if number is None:
-                break
+                self._refuse(part, f"makes {len(results)} arrays that others read")
             grown |= {number}
-        first = self.jaxpr.eqns[min(part)]
-        if len(results) != 1:
-            self._refuse(part, first, f"makes {len(results)} arrays that others read")
+        if any(self.jaxpr.eqns[number].effects for number in grown):
+            self._refuse(part, "has effects")
         grown, makes = self._forward(grown, results[0])
         best: list[tuple[int, Core]] = []
         for x, others in self._backward(grown):
             if shape_of(x) == shape_of(makes):
                 core = self._between(x, makes, others)
-                count = int(np.prod([shape_of(x)[a] for a in matrices(core).axes]))
+                number = math.prod(shape_of(x)[axis] for axis in matrices(core).axes)
                 if not best or _nbytes(x) < _nbytes(best[0][1].reads[0]):
                     best = []
-                best.append((count, core))
+                best.append((number, core))
         if not best:
-            shapes = ", ".join(
-                x.aval.str_short() for x in self._reads(part)
-            )
-            self._refuse(
-                part,
-                first,
-                f"makes {makes.aval.str_short()}, and reads not one array of its shape "
-                f"alone: {shapes}",
-            )
-        most = max(count for count, _ in best)
-        return [core for count, core in best if count == most][-1]
+            shapes = ", ".join(x.aval.str_short() for x in self._reads(part))
+            self._refuse(part, f"makes {makes.aval.str_short()} of {shapes}")
+        most = max(number for number, _ in best)
+        return [core for number, core in best if number == most][-1]
 
-    def _refuse(self, part: Numbers, eqn: JaxprEqn, why: str) -> None:
-        raise NoCoreError(f"{jaxprs.place(eqn)} {why}", self._reads(part))
+    def _refuse(self, part: Numbers, why: str) -> NoReturn:
+        eqn = self.jaxpr.eqns[min(part)]
+        hint = "Keep it outside of whole_matrices"
+        if jaxprs.name_of(eqn) == Op.COND:
+            hint = "Put gates, and all that decides, around whole_matrices"
+        raise NoCoreError(
+            "whole_matrices runs what makes one array of one other of its shape, as "
+            f"Muon does, but {jaxprs.place(eqn)} {why}. {hint}, or have the arrays "
+            "whole on each device.",
+            self._reads(part),
+        )
 
     def _reads(self, part: Collection[int]) -> dict[Var, None]:
         """The variables that these equations read and do not make, but for numbers."""
@@ -257,11 +258,11 @@ class Update:
     def _joining(self, part: Numbers, results: Sequence[Var]) -> int | None:
         """The next equation that reads results, and nothing that is not there."""
         there = self.numbers.union(results, self._reads(part))
-        size = max(np.prod(shape_of(x)) for x in results)
+        size = max(math.prod(shape_of(x)) for x in results)
         for number in sorted({n for x in results for n in self.read_by[x]} - part):
             eqn = self.jaxpr.eqns[number]
             read = set(filter(jaxprs.is_variable, eqn.invars))
-            sizes = {np.prod(shape_of(x)) for x in eqn.outvars}
+            sizes = {math.prod(shape_of(x)) for x in eqn.outvars}
             if number >= 0 and read <= there and sizes <= {size} and not eqn.effects:
                 return number
         return None
@@ -279,7 +280,7 @@ class Update:
             is_alone = len(operands) == len(eqn.outvars) == 1 and not eqn.effects
             if not is_alone or jaxprs.name_of(eqn) not in rules.RULES:
                 break
-            if np.prod(shape_of(eqn.outvars[0])) != np.prod(shape_of(x)):
+            if math.prod(shape_of(eqn.outvars[0])) != math.prod(shape_of(x)):
                 break
             grown, x = grown | {number}, eqn.outvars[0]
             if _nbytes(x) <= _nbytes(best[1]):
@@ -333,7 +334,7 @@ class Update:
             jaxprs.advance(of_core, env)
             return env[makes]
 
-        return Core(of_core, reads, makes, _traced(run, [y.aval for y in reads]))
+        return Core(of_core, reads, makes, _traced(run, *(y.aval for y in reads)))
 
 
 def matrices(core: Core) -> Matrices:
@@ -383,7 +384,7 @@ def _for_one(program: ClosedJaxpr, axis: int) -> ClosedJaxpr | None:
     shape = shape_of(array)
     one = array.update(shape=(*shape[:axis], 1, *shape[axis + 1 :]))
     try:
-        return _traced(functools.partial(_results, program, axis), [one, *constants])
+        return _traced(functools.partial(_results, program, axis), one, *constants)
     except MixedSlicesError:
         return None
 
@@ -405,8 +406,16 @@ def _run(program: ClosedJaxpr, *args: jax.Array) -> jax.Array:
     return y
 
 
-def _traced(f: Any, types: Sequence[Any]) -> ClosedJaxpr:
-    with jax.disable_jit(False):  # Otherwise it would unroll loops.
+@contextlib.contextmanager
+def tracing() -> Iterator[None]:
+    """Traces know of no mesh, so that any one will do, and unroll no loop."""
+    no_mesh = jax.sharding.AbstractMesh((), ())
+    with jax.disable_jit(False), jax.sharding.use_abstract_mesh(no_mesh):
+        yield
+
+
+def _traced(f: Any, *types: Any) -> ClosedJaxpr:
+    with tracing():
         return jax.make_jaxpr(f)(*types)
 
 
@@ -428,8 +437,8 @@ def _union(known: Mapping[Var, Numbers], variables: Collection[Var]) -> Numbers:
 
 def _nbytes(x: Var) -> int:
     aval: Any = x.aval
-    return int(np.prod(shape_of(x))) * aval.dtype.itemsize
+    return math.prod(shape_of(x)) * aval.dtype.itemsize
 
 
 def _is_few(x: Var) -> bool:
-    return bool(np.prod(shape_of(x)) < _FEW)
+    return math.prod(shape_of(x)) < _FEW

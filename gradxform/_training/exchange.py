@@ -13,10 +13,10 @@ from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
-# For each axis of an array the mesh axes that cut it.
-Names: TypeAlias = tuple[tuple[str, ...], ...]
+from gradxform._training import placements
+from gradxform._training.placements import AnyMesh, Names
 
 
 class Cut(NamedTuple):
@@ -39,11 +39,6 @@ class Cut(NamedTuple):
     def of_batch(self) -> frozenset[str]:
         """The mesh axes that cut axes of matrices: each device has some of them."""
         return frozenset(x for a in self.axes for x in self.names[a])
-
-    @property
-    def spec(self) -> PartitionSpec:
-        """The same for JAX."""
-        return PartitionSpec(*(names or None for names in self.names))
 
 
 class Shares(NamedTuple):
@@ -114,14 +109,14 @@ OfWhole: TypeAlias = Callable[..., jax.Array]
 
 @functools.lru_cache(maxsize=256)  # Without `jit` each step calls it again.
 def on_whole(
-    f: OfWhole, cuts: tuple[Cut, ...], mesh: Mesh | AbstractMesh
+    f: OfWhole, cuts: tuple[Cut, ...], mesh: AnyMesh
 ) -> Callable[..., list[jax.Array]]:
     """A function that applies ``f`` to the matrices of some arrays, whole ones.
 
     It gets the arrays and the constants. The results lie as the arrays do. The cuts
     give equal matrices, cut alike.
     """
-    specs, sizes = [cut.spec for cut in cuts], dict(mesh.shape)
+    specs, sizes = [placements.spec(cut.names) for cut in cuts], dict(mesh.shape)
 
     def local(
         arrays: Sequence[jax.Array], constants: Sequence[jax.Array]

@@ -8,48 +8,34 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
-from gradxform._checks import arguments, structures
+from gradxform._checks import arguments
+from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, versions
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
-from gradxform._training import cores, exchange
+from gradxform._training import cores, exchange, placements
 from gradxform._training.cores import Core, Matrices, NoCoreError
-from gradxform._training.exchange import Cut, Names
+from gradxform._training.exchange import Cut
+from gradxform._training.placements import AnyMesh, Args, Names, Placements
 from gradxform._trees.extra_args import with_any_extra_args
-from gradxform._trees.types import Path, Prefix, PyTree
+from gradxform._trees.types import Prefix
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Var
-
-AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 _UNKNOWN = (
     "whole_matrices needs shardings here: where arrays are traced, automatic axes do "
     "not say where they lie. Pass whole_matrices(inner, shardings) with those of the "
     "parameters: jax.tree.map(lambda p: p.sharding, params)."
 )
-
-
-class Layout(NamedTuple):
-    """Where the leaves of a step lie.
-
-    Attributes:
-      mesh: on which devices.
-      names: the mesh axes that cut each axis of a leaf, by the number of the leaf.
-      types: the shardings of leaves whose types say them.
-    """
-
-    mesh: AnyMesh
-    names: Mapping[int, Names]
-    types: Mapping[int, NamedSharding]
 
 
 def whole_matrices(
@@ -68,15 +54,13 @@ def whole_matrices(
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
-        layout = _layout(args, shardings)
-        if layout is not None and layout.mesh.size == 1:
-            return inner.update(updates, state, params, **extra)
-        step = Step.of(inner, args)
-        if not step.update.parts:
-            return inner.update(updates, state, params, **extra)
-        if layout is None:
-            raise ValueError(_UNKNOWN)
-        return step.on(layout)
+        placed = placements.placements(args, shardings)
+        is_whole = placed.is_one_device or _is_whole(args)
+        if not is_whole:
+            step = Step.of(inner, args)
+            if step.update.parts:
+                return step.on(placed)
+        return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
 
@@ -112,7 +96,7 @@ class Step:
     def of(cls, inner: optax.GradientTransformationExtraArgs, args: Any) -> Step:
         """Traces ``inner``, as if no array was cut."""
         leaves, treedef = jax.tree.flatten(args)
-        given = [n for n, x in enumerate(leaves) if _is_array(x)]
+        given = [n for n, x in enumerate(leaves) if placements.is_array(x)]
 
         def call(arrays: Sequence[jax.Array]) -> Any:
             filled = [*leaves]
@@ -122,7 +106,7 @@ class Step:
             return inner.update(updates, state, params, **extra)
 
         types = [_uncut(leaves[n]) for n in given]
-        with jax.disable_jit(False):  # Otherwise it would unroll loops.
+        with cores.tracing():
             closed, results = jax.make_jaxpr(call, return_shape=True)(types)
             closed = jaxprs.inlined(closed)
         structure = jax.tree.structure(results)
@@ -134,79 +118,107 @@ class Step:
         update = cores.Update(closed.jaxpr)
         return cls(leaves, given, closed, update, structure, replaces)
 
-    def on(self, layout: Layout) -> tuple[optax.Updates, optax.OptState]:
+    def on(self, placed: Placements) -> tuple[optax.Updates, optax.OptState]:
         """The results of the step on a mesh."""
-        arrays = [self.leaves[n] for n in self.given]
-        found = [self.update.core(part) for part in self.update.parts]
-        names = self._names(found, layout)
+        if placed.mesh is None:
+            raise ValueError(_UNKNOWN)
+        arrays = [*self.closed.consts, *(self.leaves[n] for n in self.given)]
+        found: list[Core] = []
+        others: list[NoCoreError] = []
+        for part in self.update.parts:
+            try:
+                found.append(self.update.core(part))
+            except NoCoreError as error:
+                others.append(error)
+        names = self._names(found, placed, placed.mesh)
+        uncut = self._uncut(placed)
+        for error in others:
+            if not uncut.issuperset(error.reads):
+                raise error
         groups = _groups(found, names)
-        if layout.types:
-            results = self._typed(arrays, groups, names, layout)
+        run = functools.partial(self.run, groups=groups)
+        if placed.types:
+            meshes.check_parts("updates", self.leaves, ())
+            results = self._typed(arrays, run, names, placed.types)
         else:
-            results = self.run(arrays, groups, layout.mesh)
+            results = run(arrays, mesh=placed.mesh)
         return jax.tree.unflatten(self.structure, results)
 
-    def _names(self, found: Sequence[Core], layout: Layout) -> dict[Var, Names]:
+    def _names(
+        self, found: Sequence[Core], placed: Placements, mesh: AnyMesh
+    ) -> dict[Var, Names]:
         """The mesh axes that cut each variable, as far as they are known."""
         jaxpr, made = self.closed.jaxpr, {core.makes: core.reads[0] for core in found}
         pairs = zip(jaxpr.invars, self.given, strict=True)
-        names = {x: layout.names[n] for x, n in pairs if n in layout.names}
+        names = {x: placed.names[n] for x, n in pairs if n in placed.names}
         for eqn in jaxpr.eqns:
-            names.update(_names_after(eqn, names, layout.mesh))
+            names.update(_names_after(eqn, names, mesh))
             for x in made.keys() & {*eqn.outvars}:
                 names[x] = names.get(made[x], ())
         return names
 
+    def _uncut(self, placed: Placements) -> set[Var]:
+        """The variables that are known to be whole on each device."""
+        jaxpr = self.closed.jaxpr
+        pairs = zip(jaxpr.invars, self.given, strict=True)
+        found = {x for x, n in pairs if not any(placed.names.get(n, [True]))}
+        found = found.union(jaxpr.constvars, self.update.numbers)
+        for eqn in jaxpr.eqns:
+            if found.issuperset(filter(jaxprs.is_variable, eqn.invars)):
+                found.update(eqn.outvars)
+        return found
+
     def _typed(
         self,
         arrays: Sequence[jax.Array],
-        groups: Sequence[Group],
+        run: Callable[..., list[jax.Array]],
         names: Mapping[Var, Names],
-        layout: Layout,
+        types: Mapping[int, NamedSharding],
     ) -> list[jax.Array]:
         """The results on explicit axes, which are automatic inside.
 
         A result has the type of the argument that it replaces. What depends on no array
         of the mesh stays outside.
         """
-        jaxpr, mesh = self.closed.jaxpr, layout.mesh
-        pairs = [*zip(jaxpr.invars, self.given, arrays, strict=True)]
-        typed = {x for x, n, _ in pairs if n in layout.types}
+        jaxpr, mesh = self.closed.jaxpr, next(iter(types.values())).mesh
+        env = self._env(arrays)
+        typed = {x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes}
         for eqn in jaxpr.eqns:
             if jaxprs.among(eqn.invars, typed):
                 typed.update(eqn.outvars)
         outside = [eqn for eqn in jaxpr.eqns if typed.isdisjoint(eqn.outvars)]
-        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
-        env |= {x: y for x, _, y in pairs}
         jaxprs.advance(jaxprs.needed(outside, jaxpr.outvars), env)
-        inside = [k for k, x in enumerate(jaxpr.outvars) if x in typed]
+        shardings = {}
+        for k in jaxprs.among(jaxpr.outvars, typed):
+            x, replaced = jaxpr.outvars[k], self.replaces[k]
+            shardings[k] = NamedSharding(mesh, placements.spec(names.get(x, ())))
+            if replaced in types and self.leaves[replaced].shape == shape_of(x):
+                shardings[k] = types[replaced]
 
-        def run(*arrays: jax.Array) -> list[jax.Array]:
-            results = self.run(arrays, groups, jax.sharding.get_abstract_mesh())
-            return [results[k] for k in inside]
+        def inside(*arrays: jax.Array) -> list[jax.Array]:
+            results = run(arrays, mesh=jax.sharding.get_abstract_mesh())
+            return [results[k] for k in shardings]
 
-        shardings = []
-        for k in inside:
-            x, like = jaxpr.outvars[k], layout.types.get(self.replaces[k])
-            if like is None or self.leaves[self.replaces[k]].shape != shape_of(x):
-                like = NamedSharding(mesh, Cut((), names.get(x, ())).spec)
-            shardings.append(like)
-        placed = jax.sharding.auto_axes(
-            run, axes=mesh.explicit_axes, out_sharding=shardings
-        )(*arrays)
-        results = dict(zip(inside, placed, strict=True))
+        # Without `jit` it would take only arrays that all lie on the mesh.
+        places, axes = [*shardings.values()], mesh.explicit_axes
+        inside = jax.jit(jax.sharding.auto_axes(inside, axes=axes, out_sharding=places))
+        with jax.disable_jit(False):
+            found = dict(zip(shardings, inside(*arrays), strict=True))
+        outvars = enumerate(jaxpr.outvars)
         return [
-            results[k] if k in results else jaxprs.read(env, [x])[0]
-            for k, x in enumerate(jaxpr.outvars)
+            found[k] if k in found else jaxprs.read(env, [x])[0] for k, x in outvars
         ]
+
+    def _env(self, arrays: Sequence[jax.Array]) -> dict[Var, Any]:
+        """The values of the program's constants and arguments."""
+        jaxpr = self.closed.jaxpr
+        return dict(zip([*jaxpr.constvars, *jaxpr.invars], arrays, strict=True))
 
     def run(
         self, arrays: Sequence[jax.Array], groups: Sequence[Group], mesh: AnyMesh
     ) -> list[jax.Array]:
         """The results, with groups one after another."""
-        jaxpr = self.closed.jaxpr
-        env = dict(zip(jaxpr.constvars, self.closed.consts, strict=True))
-        env |= zip(jaxpr.invars, arrays, strict=True)
+        jaxpr, env = self.closed.jaxpr, self._env(arrays)
         made = {core.makes for group in groups for core in group.cores}
         reads = [x for group in groups for core in group.cores for x in core.reads]
         others = [eqn for eqn in jaxpr.eqns if made.isdisjoint(eqn.outvars)]
@@ -251,14 +263,16 @@ def _groups(found: Sequence[Core], names: Mapping[Var, Names]) -> list[Group]:
     return [*groups.values()]
 
 
-def _names_after(eqn: Any, names: Mapping[Var, Names], mesh: AnyMesh) -> dict[Var, Names]:
+def _names_after(
+    eqn: Any, names: Mapping[Var, Names], mesh: AnyMesh
+) -> dict[Var, Names]:
     """The mesh axes that cut the results of an equation, as far as they are known."""
     found = {x: [()] * len(shape_of(x)) for x in eqn.outvars}
     for k, x in jaxprs.among(eqn.invars, names).items():
         for axis, cutting in enumerate(names[x]):
             if not cutting:
                 continue
-            number = int(np.prod([mesh.shape[name] for name in cutting]))
+            number = math.prod(mesh.shape[name] for name in cutting)
             along = Along(axis, shape_of(x)[axis] // number)
             after = rules.after(jaxprs.name_of(eqn), eqn, k, along, number)
             if after is None or after.axis < 0:
@@ -270,65 +284,29 @@ def _names_after(eqn: Any, names: Mapping[Var, Names], mesh: AnyMesh) -> dict[Va
     return {x: tuple(y) for x, y in found.items() if any(y)}
 
 
-def _layout(args: Any, shardings: Any) -> Layout | None:
-    """Where the leaves of a step lie; None if nothing says it."""
-    given = _given(args, shardings) if shardings is not None else {}
-    leaves = jax.tree.leaves_with_path(args)
-    found: dict[int, NamedSharding] = {}
-    types: dict[int, NamedSharding] = {}
-    is_alone = True
-    for n, (path, x) in enumerate(leaves):
-        if not _is_array(x):
-            continue
-        sharding = jax.typeof(x).sharding
-        if sharding.mesh.explicit_axes:
-            types[n] = found[n] = sharding
-        elif path[1:] in given and path[0].idx < 2:
-            found[n] = given[path[1:]]
-        elif isinstance(x, jax.core.Tracer):
-            is_alone = False
-        elif isinstance(x, jax.Array):
-            found[n] = x.sharding
-    meshes = [x.mesh for x in found.values() if isinstance(x, NamedSharding)]
-    if not meshes:
-        if is_alone or jax.device_count() == 1 or found:
-            return Layout(Mesh(np.array(jax.devices()[:1]), "x"), {}, {})
-        return None
-    mesh = meshes[0]
-    names = {
-        n: _names(x, np.ndim(leaves[n][1]), mesh)
-        for n, x in found.items()
-        if isinstance(x, NamedSharding)
-    }
-    return Layout(mesh, names, types)
-
-
-def _given(args: Any, shardings: Any) -> dict[Path, jax.sharding.Sharding]:
-    updates, params, *_ = args
-    tree, name = (updates, "updates") if params is None else (params, "params")
-    placed = structures.prefix("shardings", shardings, tree, name)
-    return dict(jax.tree.leaves_with_path(placed))
-
-
-def _names(sharding: NamedSharding, ndim: int, mesh: AnyMesh) -> Names:
-    """The mesh axes of more than one device that cut each axis."""
-    entries = [*sharding.spec, *[None] * ndim][:ndim]
-    return tuple(
-        tuple(
-            name
-            for name in (x if isinstance(x, tuple) else (x,))
-            if isinstance(name, str) and mesh.shape[name] > 1
-        )
-        for x in entries
-    )
-
-
-def _is_array(x: object) -> bool:
-    """Whether a leaf is traced; others are constants."""
-    is_one = isinstance(x, jax.Array | np.ndarray | np.generic)
-    return is_one and x.dtype != jax.dtypes.float0
-
-
 def _uncut(x: Any) -> jax.ShapeDtypeStruct:
     t = jax.typeof(x)
     return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type)
+
+
+def _is_whole(args: Args) -> bool:
+    """Whether a ``shard_map`` around has each array whole on each of its devices.
+
+    Raises:
+      ValueError: it may have parts.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    names = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+    if not names:
+        return False
+    others = set(mesh.axis_names).difference(mesh.manual_axes)
+    is_part = any(
+        isinstance(x, jax.Array) and not meshes.is_equal(x, names)
+        for x in jax.tree.leaves(args)
+    )
+    if is_part or any(mesh.shape[name] > 1 for name in others):
+        raise ValueError(
+            "whole_matrices is inside of jax.shard_map, where a device sees only its "
+            f"part over {', '.join(names)}: call update outside of shard_map."
+        )
+    return True

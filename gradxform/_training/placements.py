@@ -1,0 +1,141 @@
+"""Where the leaves of a step lie on a mesh: types say it, arrays, or the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import (
+    AbstractMesh,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    SingleDeviceSharding,
+)
+
+from gradxform._checks import structures
+from gradxform._trees.types import Path, Prefix, PyTree
+
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+# For each axis of an array the mesh axes of several devices that cut it.
+Names: TypeAlias = tuple[tuple[str, ...], ...]
+# Updates, parameters, state and extra arguments of a step.
+Args: TypeAlias = tuple[
+    optax.Updates, optax.Params | None, optax.OptState, dict[str, object]
+]
+
+
+class Placements(NamedTuple):
+    """Where the leaves of a step lie.
+
+    Attributes:
+      mesh: on which devices; None if nothing says it.
+      names: what cuts a leaf, by its number.
+      types: the shardings of leaves whose types say them.
+      is_one_device: whether all leaves lie on one device.
+    """
+
+    mesh: AnyMesh | None
+    names: Mapping[int, Names]
+    types: Mapping[int, NamedSharding]
+    is_one_device: bool = False
+
+
+def placements(
+    args: Args, shardings: Prefix[jax.sharding.Sharding] | None
+) -> Placements:
+    """Where the leaves of a step lie.
+
+    Raises:
+      TypeError: ``shardings`` are not those of the parameters.
+      ValueError: they do not fit the parameters, or are on several meshes.
+    """
+    given = {} if shardings is None else _given(args, shardings)
+    types: dict[int, NamedSharding] = {}
+    found: dict[int, NamedSharding] = {}
+    is_unknown = False
+    for n, (path, x) in enumerate(jax.tree.leaves_with_path(args)):
+        if not is_array(x):
+            continue
+        sharding: Any = jax.typeof(x).sharding
+        if sharding.mesh.explicit_axes:
+            types[n] = sharding
+        in_updates_or_params = path[0] in (jax.tree_util.SequenceKey(k) for k in (0, 1))
+        if in_updates_or_params and path[1:] in given:
+            sharding = given[path[1:]]
+        elif n in types:
+            others = set(sharding.mesh.axis_names).difference(
+                sharding.mesh.explicit_axes
+            )
+            is_unknown |= any(sharding.mesh.shape[name] > 1 for name in others)
+        elif isinstance(x, jax.core.Tracer):
+            is_unknown |= in_updates_or_params
+        elif isinstance(x, jax.Array):
+            sharding = x.sharding
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            found[n] = sharding
+    meshes = [x.mesh for x in (*types.values(), *found.values())]
+    if (is_unknown and not given) or not meshes:
+        is_one = jax.device_count() == 1 or not is_unknown or bool(given)
+        return Placements(None, {}, {}, is_one)
+    sizes = meshes[0].shape
+    ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
+    names = {n: _names(x, ndims[n]) for n, x in found.items() if x.mesh.shape == sizes}
+    return Placements(meshes[0], names, types, meshes[0].size == 1)
+
+
+def _given(
+    args: Args, shardings: Prefix[jax.sharding.Sharding]
+) -> dict[Path, jax.sharding.Sharding]:
+    """The sharding of each parameter that the user gives, by its path."""
+    updates, params, *_ = args
+    tree: PyTree[Any] = updates if params is None else params
+    name = "updates" if params is None else "params"
+    placed = structures.prefix("shardings", shardings, tree, name)
+    found = dict(jax.tree.leaves_with_path(placed))
+    shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
+    first: NamedSharding | None = None
+    for path, x in found.items():
+        at = f"shardings at {structures.path_name(path)}"
+        if isinstance(x, SingleDeviceSharding):
+            continue
+        if not isinstance(x, NamedSharding):
+            raise TypeError(
+                f"{at} must be a NamedSharding, got {x!r}: pass "
+                "jax.tree.map(lambda p: p.sharding, params)."
+            )
+        first = first or x
+        if x.mesh != first.mesh:
+            raise ValueError(f"{at} are on another mesh than others: {x}, {first}.")
+        shape = shapes.get(path, ())
+        if len(x.spec) > len(shape):
+            raise ValueError(f"{at} have more axes than its shape {list(shape)}: {x}.")
+        try:
+            x.shard_shape(shape)
+        except ValueError as error:
+            raise ValueError(f"{at} do not fit its shape: {error}") from error
+    return found
+
+
+def _names(sharding: NamedSharding, ndim: int) -> Names:
+    sizes = sharding.mesh.shape
+    entries = [*sharding.spec, *[None] * ndim][:ndim]
+    several = (x if isinstance(x, tuple) else (x,) for x in entries)
+    return tuple(
+        tuple(n for n in names if isinstance(n, str) and sizes[n] > 1)
+        for names in several
+    )
+
+
+def spec(names: Names) -> PartitionSpec:
+    """The same for JAX."""
+    return PartitionSpec(*(each or None for each in names))
+
+
+def is_array(x: object) -> bool:
+    """Whether a leaf is traced; others are constants."""
+    is_one = isinstance(x, jax.Array | np.ndarray | np.generic)
+    return is_one and x.dtype != jax.dtypes.float0
