@@ -83,6 +83,7 @@ from gradxform._training.apply import apply_gradients as apply_gradients
 from gradxform._training.apply import minimize as minimize
 from gradxform._training.evaluate import evaluate as evaluate
 from gradxform._training.local_steps import local_steps as local_steps
+from gradxform._training.whole_matrices import whole_matrices as whole_matrices
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad

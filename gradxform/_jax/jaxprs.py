@@ -321,6 +321,6 @@ def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
 def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that are parameters of an equation."""
     for x in jax.tree.leaves(list(eqn.params.values())):
-        found = getattr(x, "jaxpr", x)
+        found: Any = getattr(x, "jaxpr", x)
         if hasattr(found, "eqns"):
             yield found

@@ -49,13 +49,11 @@ class Core:
     """Equations that make one array of another one, and of constants.
 
     Attributes:
-      eqns: they.
       reads: the array, and then the constants.
       makes: the result, of the shape of the array.
-      program: the same as a function.
+      program: the function from one to the other.
     """
 
-    eqns: Sequence[JaxprEqn]
     reads: Sequence[Var]
     makes: Var
     program: ClosedJaxpr
@@ -125,6 +123,26 @@ def is_of_matrices(eqn: JaxprEqn) -> bool:
     )
 
 
+class _Parts:
+    """Operations on matrices that belong together, by their numbers."""
+
+    def __init__(self) -> None:
+        self.of: dict[int, int] = {}  # One of a part stands for all of it.
+
+    def part(self, number: int) -> int:
+        """The one that stands for the part of an operation."""
+        while self.of[number] != number:
+            number = self.of[number]
+        return number
+
+    def joined(self, number: int, others: Numbers) -> Numbers:
+        """Joins the parts of others to a new operation, which now stands for them."""
+        self.of[number] = number
+        for other in others:
+            self.of[self.part(other)] = number
+        return frozenset([number])
+
+
 class Update:
     """A traced update, and where its operations on matrices are.
 
@@ -133,8 +151,8 @@ class Update:
       made_by: the number of the equation that makes each variable.
       read_by: the numbers of equations that read each variable; -1 for results.
       parts: the equations of each core, by their numbers.
-      numbers: variables of few entries that depend only on such, such as a count of
-        steps, or coefficients.
+      free: variables that depend on no large array, such as a count of steps or
+        coefficients. Each core computes those that it needs.
     """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
@@ -149,56 +167,41 @@ class Update:
         for x in filter(jaxprs.is_variable, jaxpr.outvars):
             self.read_by.setdefault(x, []).append(-1)
         self.parts = list(self._parts())
-        self.numbers = self._numbers()
+        self.free = self._free()
 
     def _parts(self) -> Iterator[Numbers]:
         """For each core the equations between its operations on matrices."""
-        eqns = self.jaxpr.eqns
-        part_of: dict[int, int] = {}  # One of a part stands for all of it.
-
-        def part(number: int) -> int:
-            while part_of[number] != number:
-                number = part_of[number]
-            return number
-
-        # The operations on matrices from which a variable descends.
+        parts = _Parts()
+        # The operations on matrices that make a variable, and those that need it.
         before: dict[Var, Numbers] = {}
-        for number, eqn in enumerate(eqns):
+        after: dict[Var, Numbers] = {}
+        for number, eqn in enumerate(self.jaxpr.eqns):
             found = _union(before, jaxprs.among(eqn.invars, before).values())
             if is_of_matrices(eqn):
-                part_of[number] = number
-                for other in found:
-                    part_of[part(other)] = number
-                found = frozenset([number])
-            if found:
-                before.update(dict.fromkeys(eqn.outvars, found))
-        # Those that need a variable.
-        after: dict[Var, Numbers] = {}
+                found = parts.joined(number, found)
+            before.update(dict.fromkeys(eqn.outvars if found else (), found))
         members: dict[int, set[int]] = {}
-        for number in reversed(range(len(eqns))):
-            eqn = eqns[number]
+        for number, eqn in reversed([*enumerate(self.jaxpr.eqns)]):
             later = _union(after, jaxprs.among(eqn.outvars, after).values())
-            if number in part_of:
+            if number in parts.of:
                 later = frozenset([number])
-                members.setdefault(part(number), set()).add(number)
-            else:
-                earlier = _union(before, jaxprs.among(eqn.outvars, before).values())
-                both = {*map(part, later)} & {*map(part, earlier)} if earlier else ()
-                for found in both:
-                    members.setdefault(found, set()).add(number)
-            if later:
-                for x in filter(jaxprs.is_variable, eqn.invars):
-                    known = after.get(x, later)
-                    after[x] = known if known is later else known | later
+                members.setdefault(parts.part(number), set()).add(number)
+            elif later:
+                made = jaxprs.among(eqn.outvars, before).values()
+                earlier = set(map(parts.part, _union(before, made)))
+                for part in earlier.intersection(map(parts.part, later)):
+                    members.setdefault(part, set()).add(number)
+            for x in filter(jaxprs.is_variable, eqn.invars if later else ()):
+                known = after.get(x, later)
+                after[x] = known if known is later else known | later
         yield from map(frozenset, reversed(members.values()))
 
-    def _numbers(self) -> set[Var]:
-        found = {x for x in self.jaxpr.invars if _is_few(x)}
-        found.update(filter(_is_few, self.jaxpr.constvars))
+    def _free(self) -> set[Var]:
+        found = {x for x in self.jaxpr.invars if math.prod(shape_of(x)) < _FEW}
+        found.update(self.jaxpr.constvars)
         for eqn in self.jaxpr.eqns:
             read = filter(jaxprs.is_variable, eqn.invars)
-            is_one = all(map(_is_few, eqn.outvars)) and found.issuperset(read)
-            if is_one and not eqn.effects:
+            if found.issuperset(read) and not eqn.effects:
                 found.update(eqn.outvars)
         return found
 
@@ -222,15 +225,15 @@ class Update:
         for x, others in self._backward(grown):
             if shape_of(x) == shape_of(makes):
                 core = self._between(x, makes, others)
-                number = math.prod(shape_of(x)[axis] for axis in matrices(core).axes)
-                if not best or _nbytes(x) < _nbytes(best[0][1].reads[0]):
+                length = math.prod(shape_of(x)[axis] for axis in matrices(core).axes)
+                if best and _nbytes(x) < _nbytes(best[0][1].reads[0]):
                     best = []
-                best.append((number, core))
+                best.append((length, core))
         if not best:
-            shapes = ", ".join(x.aval.str_short() for x in self._reads(part))
-            self._refuse(part, f"makes {makes.aval.str_short()} of {shapes}")
-        most = max(number for number, _ in best)
-        return [core for number, core in best if number == most][-1]
+            shapes = ", ".join(map(_described, self._reads(part)))
+            self._refuse(part, f"makes {_described(makes)} of {shapes or 'none'}")
+        most = max(length for length, _ in best)
+        return [core for length, core in best if length == most][-1]
 
     def _refuse(self, part: Numbers, why: str) -> NoReturn:
         eqn = self.jaxpr.eqns[min(part)]
@@ -247,7 +250,7 @@ class Update:
     def _reads(self, part: Collection[int]) -> dict[Var, None]:
         """The variables that these equations read and do not make, but for numbers."""
         eqns = [self.jaxpr.eqns[number] for number in sorted(part)]
-        read = [x for x in jaxprs.variables_read(eqns) if x not in self.numbers]
+        read = [x for x in jaxprs.variables_read(eqns) if x not in self.free]
         return {x: None for x in read if self.made_by.get(x) not in part}
 
     def _results(self, part: Numbers) -> list[Var]:
@@ -257,7 +260,7 @@ class Update:
 
     def _joining(self, part: Numbers, results: Sequence[Var]) -> int | None:
         """The next equation that reads results, and nothing that is not there."""
-        there = self.numbers.union(results, self._reads(part))
+        there = self.free.union(results, self._reads(part))
         size = max(math.prod(shape_of(x)) for x in results)
         for number in sorted({n for x in results for n in self.read_by[x]} - part):
             eqn = self.jaxpr.eqns[number]
@@ -272,17 +275,18 @@ class Update:
 
         They end where the result has the fewest bytes, as late as possible.
         """
-        best, grown = (part, x), part
-        while len(readers := self.read_by.get(x, ())) == 1 and readers[0] >= 0:
+        grown, best = part, (part, x)
+        while len(readers := self.read_by.get(x, [])) == 1 and readers[0] >= 0:
             number = readers[0]
             eqn = self.jaxpr.eqns[number]
             operands = [*filter(jaxprs.is_variable, eqn.invars)]
             is_alone = len(operands) == len(eqn.outvars) == 1 and not eqn.effects
             if not is_alone or jaxprs.name_of(eqn) not in rules.RULES:
                 break
-            if math.prod(shape_of(eqn.outvars[0])) != math.prod(shape_of(x)):
+            (new,) = eqn.outvars
+            if math.prod(shape_of(new)) != math.prod(shape_of(x)):
                 break
-            grown, x = grown | {number}, eqn.outvars[0]
+            grown, x = grown | {number}, new
             if _nbytes(x) <= _nbytes(best[1]):
                 best = grown, x
         return best
@@ -295,7 +299,7 @@ class Update:
             total = sum(map(_nbytes, reads))
             if len(reads) == 1 and total <= least:
                 least = total
-                yield *reads, frozenset(grown)
+                yield next(iter(reads)), frozenset(grown)
             number = max(self.made_by.get(x, -1) for x in reads)
             if number < 0 or total > _MOST * least:
                 return
@@ -322,7 +326,7 @@ class Update:
         waiting = [*jaxprs.variables_read(eqns[n] for n in chosen)]
         while waiting:
             number = self.made_by.get(y := waiting.pop(), -1)
-            if y in self.numbers and number not in {-1, *chosen}:
+            if y in self.free and number not in {-1, *chosen}:
                 chosen.add(number)
                 waiting += filter(jaxprs.is_variable, eqns[number].invars)
         of_core = jaxprs.needed([eqns[n] for n in sorted(chosen)], [makes])
@@ -334,7 +338,7 @@ class Update:
             jaxprs.advance(of_core, env)
             return env[makes]
 
-        return Core(of_core, reads, makes, _traced(run, *(y.aval for y in reads)))
+        return Core(reads, makes, _traced(run, *(y.aval for y in reads)))
 
 
 def matrices(core: Core) -> Matrices:
@@ -440,5 +444,6 @@ def _nbytes(x: Var) -> int:
     return math.prod(shape_of(x)) * aval.dtype.itemsize
 
 
-def _is_few(x: Var) -> bool:
-    return math.prod(shape_of(x)) < _FEW
+def _described(x: Var) -> str:
+    aval: Any = x.aval
+    return f"{aval.dtype}{list(aval.shape)}"

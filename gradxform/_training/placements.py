@@ -35,7 +35,7 @@ class Placements(NamedTuple):
       mesh: on which devices; None if nothing says it.
       names: what cuts a leaf, by its number.
       types: the shardings of leaves whose types say them.
-      is_one_device: whether all leaves lie on one device.
+      is_one_device: whether all leaves lie on one device, and no type says on which.
     """
 
     mesh: AnyMesh | None
@@ -44,7 +44,7 @@ class Placements(NamedTuple):
     is_one_device: bool = False
 
 
-def placements(
+def of_leaves(
     args: Args, shardings: Prefix[jax.sharding.Sharding] | None
 ) -> Placements:
     """Where the leaves of a step lie.
@@ -84,7 +84,8 @@ def placements(
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
     names = {n: _names(x, ndims[n]) for n, x in found.items() if x.mesh.shape == sizes}
-    return Placements(meshes[0], names, types, meshes[0].size == 1)
+    is_one = meshes[0].size == 1 and not types
+    return Placements(meshes[0], names, types, is_one)
 
 
 def _given(
@@ -137,5 +138,6 @@ def spec(names: Names) -> PartitionSpec:
 
 def is_array(x: object) -> bool:
     """Whether a leaf is traced; others are constants."""
-    is_one = isinstance(x, jax.Array | np.ndarray | np.generic)
-    return is_one and x.dtype != jax.dtypes.float0
+    if not isinstance(x, jax.Array | np.ndarray | np.generic):
+        return False
+    return x.dtype != jax.dtypes.float0
