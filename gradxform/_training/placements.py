@@ -123,7 +123,8 @@ def _given(
 
 def _names(sharding: NamedSharding, ndim: int) -> Names:
     sizes = sharding.mesh.shape
-    entries = [*sharding.spec, *[None] * ndim][:ndim]
+    cuts = getattr(sharding.spec, "partitions", sharding.spec)  # JAX 0.7 has no such.
+    entries = [*cuts, *[None] * ndim][:ndim]
     several = (x if isinstance(x, tuple) else (x,) for x in entries)
     return tuple(
         tuple(n for n in names if isinstance(n, str) and sizes[n] > 1)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
@@ -32,6 +33,7 @@ from gradxform._trees.types import Prefix
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Var
 
+_SMALL = 4096  # Larger constants are not compared.
 _UNKNOWN = (
     "whole_matrices needs shardings here: where arrays are traced, automatic axes do "
     "not say where they lie. Pass whole_matrices(inner, shardings) with those of the "
@@ -194,7 +196,7 @@ class Step:
                 if not uncut.issuperset(error.reads):
                     raise
         names = self._names(found, placed, placed.mesh)
-        groups = _groups(found, names)
+        groups = self._groups(found, names)
         run = functools.partial(self.run, groups=groups)
         if placed.types:
             meshes.check_parts("updates", self.leaves, ())
@@ -215,6 +217,23 @@ class Step:
             for x in made.keys() & {*eqn.outvars}:
                 names[x] = names.get(made[x], ())
         return names
+
+    def _groups(self, found: Sequence[Core], names: Mapping[Var, Names]) -> list[Group]:
+        """Equal cores."""
+        consts = zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)
+        values = {x: _value(y) for x, y in consts}
+        groups: dict[object, Group] = {}
+        for core in found:
+            of_core = cores.matrices(core)
+            x, *constants = core.reads
+            cut = Cut(of_core.axes, names.get(x) or ((),) * len(shape_of(x)))
+            program = cores.text(of_core.program)
+            same = [values.get(x) or x for x in constants]
+            key = program, of_core.axes, cut.of_matrix, cut.of_batch, *same
+            group = groups.setdefault(key, Group(of_core, [], []))
+            group.cores.append(core)
+            group.cuts.append(cut)
+        return [*groups.values()]
 
     def _uncut(self, placed: Placements) -> set[Var]:
         """The variables that are known to be whole on each device."""
@@ -294,6 +313,14 @@ class Step:
         return jaxprs.read(env, jaxpr.outvars)
 
 
+def _value(x: Any) -> object:
+    """What is equal for equal small constants; None if nobody knows the numbers."""
+    if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
+        return None
+    x = np.asarray(x)
+    return x.shape, x.dtype, x.tobytes()
+
+
 def _run_group(
     group: Group, env: dict[Var, Any], last: list[jax.Array], mesh: AnyMesh
 ) -> list[jax.Array]:
@@ -305,21 +332,6 @@ def _run_group(
     results = on_whole(arrays, constants)
     env.update((core.makes, y) for core, y in zip(group.cores, results, strict=True))
     return results
-
-
-def _groups(found: Sequence[Core], names: Mapping[Var, Names]) -> list[Group]:
-    """Equal cores."""
-    groups: dict[object, Group] = {}
-    for core in found:
-        of_core = cores.matrices(core)
-        x, *constants = core.reads
-        cut = Cut(of_core.axes, names.get(x) or ((),) * len(shape_of(x)))
-        program = cores.text(of_core.program)
-        key = program, of_core.axes, cut.of_matrix, cut.of_batch, *constants
-        group = groups.setdefault(key, Group(of_core, [], []))
-        group.cores.append(core)
-        group.cuts.append(cut)
-    return [*groups.values()]
 
 
 def _names_after(

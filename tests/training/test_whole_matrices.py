@@ -1,0 +1,831 @@
+"""Whole matrices on a mesh: few bytes travel, and the numbers are those of one device.
+
+The expected numbers are optax's on one device, where no array is cut.
+"""
+
+import functools
+import itertools
+import math
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from optax.contrib import MuonDimensionNumbers, muon
+
+import gradxform as gx
+from gradxform._training import cores
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+M, N = 64, 128
+ROWS, COLUMNS = P("x"), P(None, "x")
+OF_STACK = MuonDimensionNumbers(1, 2)
+COLLECTIVE = re.compile(
+    r" = (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\("
+)
+
+
+def mesh(sizes, axis_type=AxisType.Auto):
+    names = tuple("xyz"[: len(sizes)])
+    return jax.make_mesh(sizes, names, axis_types=(axis_type,) * len(sizes))
+
+
+def is_shape(x):
+    return isinstance(x, tuple) and not isinstance(x, P)
+
+
+def draw(shapes, seed=0, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+
+    def one(shape):
+        x = rng.standard_normal(shape)
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            x = x + 1j * rng.standard_normal(shape)
+        return jnp.asarray(x, dtype)
+
+    return jax.tree.map(one, shapes, is_leaf=is_shape)
+
+
+def places(specs, on):
+    return jax.tree.map(
+        lambda spec: NamedSharding(on, spec), specs, is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def placed_state(state, params, on):
+    """A state of which each part like a parameter lies like it."""
+    known = jax.tree.leaves_with_path(params)
+
+    def put(path, x):
+        like = [p for at, p in known if path[-len(at) or len(path) :] == at]
+        fits = [p.sharding for p in like if p.shape == np.shape(x)]
+        return jax.device_put(x, fits[0] if fits else NamedSharding(on, P()))
+
+    return jax.tree.map_with_path(put, state)
+
+
+def step_of(tx):
+    def step(params, state, grads):
+        updates, state = tx.update(grads, state, params)
+        return gx.apply_updates(params, updates), state
+
+    return step
+
+
+def compiled(tx, params, state, grads):
+    """The donated step; parameters and state stay where they are."""
+    here = jax.tree.map(lambda x: x.sharding, (params, state))
+    step = jax.jit(step_of(tx), donate_argnums=(0, 1), out_shardings=here)
+    return step.lower(params, state, grads).compile()
+
+
+def collectives(program):
+    """How often each is there, and the bytes of those that move more than numbers."""
+    found = COLLECTIVE.findall(program.as_text())
+    kinds = [kind for _, kind in found]
+    sizes = [
+        math.prod(int(n) for n in dims.split(",") if n)
+        for types, kind in found
+        for dims in re.findall(r"\[([\d,]*)\]", types)
+        if kind != "all-reduce"
+    ]
+    return {kind: kinds.count(kind) for kind in kinds}, sum(sizes)
+
+
+def train(tx, params, state, pushes, program=None):
+    step = program or jax.jit(step_of(tx))
+    for grads in pushes:
+        params, state = step(params, state, grads)
+    return jax.device_get((params, state))
+
+
+def on_mesh(tx, shapes, specs, sizes=(8,), axis_type=AxisType.Auto, dtype=jnp.float32):
+    """The step of ``tx`` with whole matrices, and all that it needs."""
+    on = mesh(sizes, axis_type)
+    where = places(specs, on)
+    is_automatic = axis_type == AxisType.Auto
+    wrapped = gx.whole_matrices(tx, where if is_automatic else None)
+    params = jax.device_put(draw(shapes, dtype=dtype), where)
+    with jax.set_mesh(on):
+        state = placed_state(jax.jit(tx.init)(draw(shapes, dtype=dtype)), params, on)
+        pushes = [
+            jax.device_put(draw(shapes, seed, dtype), where) for seed in (1, 2, 3)
+        ]
+        return compiled(wrapped, params, state, pushes[0]), params, state, pushes
+
+
+def check(
+    tx,
+    shapes,
+    specs,
+    *args,
+    moved=None,
+    groups=1,
+    reduced=0,
+    tolerance=1e-6,
+    **kwargs,
+):
+    """Three steps, the collectives, and entries that travel, in those of a model."""
+    program, params, state, pushes = on_mesh(tx, shapes, specs, *args, **kwargs)
+    size = sum(x.size for x in jax.tree.leaves(params))
+    kinds, entries = collectives(program)
+    if moved is not None:
+        expected = {"all-to-all": groups, "all-reduce": reduced}
+        assert kinds == {kind: n for kind, n in expected.items() if n}
+        assert entries <= (moved + 0.001) * size
+    plain, grads = jax.device_get((params, pushes))
+    expected = train(tx, plain, tx.init(plain), grads)
+    close(train(None, params, state, pushes, program), expected, tolerance)
+    return program
+
+
+def close(actual, expected, tolerance=1e-6):
+    def check(x, y):
+        largest = max(1, np.max(np.abs(y), initial=0))
+        np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * largest)
+
+    jax.tree.map(check, actual, expected)
+
+
+def stack(spec, *shape, numbers=OF_STACK):
+    """A stack, and a bias that Adam trains."""
+    shapes, specs = {"w": shape, "b": (6,)}, {"w": spec, "b": P()}
+    return muon(0.1, muon_weight_dimension_numbers={"w": numbers, "b": None}), (
+        shapes,
+        specs,
+    )
+
+
+def leaves(spec, number):
+    return muon(0.1), ([(M, N)] * number + [(6,)], [spec] * number + [P()])
+
+
+HEADS, MERGED = MuonDimensionNumbers(1, 3), MuonDimensionNumbers(1, (2, 3))
+EXPERTS = MuonDimensionNumbers(2, 3)
+BOTH = (4, 2)
+# The model, the sizes of the mesh, all-to-alls, and entries that travel: 2 / D, times
+# the padding.
+LAYOUTS = {
+    "stack": (stack(COLUMNS, 16, M, N), (8,), 2, 2 / 8),
+    "stack on both axes": (stack(P(None, "x", "y"), 16, M, N), BOTH, 2, 2 / 8),
+    "layers": (stack(ROWS, 16, M, N), (8,), 0, 0),
+    "5 layers": (stack(COLUMNS, 5, M, N), (8,), 2, 2 / 8 * 8 / 5),
+    "layers and rows": (stack(P("y", "x"), 8, M, N), BOTH, 2, 2 / 4 / 2),
+    "one tuple": (stack(P(None, ("y", "x")), 16, M, N), BOTH, 2, 2 / 8),
+    "three axes": (stack(P("z", "x", "y"), 8, M, N), (2, 2, 2), 2, 2 / 8),
+    "an axis of one": (stack(P(None, "x", "y"), 16, M, N), (8, 1), 2, 2 / 8),
+    "17 leaves": (leaves(ROWS, 17), (8,), 2, 2 / 8 * 24 / 17),
+    "17 leaves on both axes": (leaves(P("x", "y"), 17), BOTH, 2, 2 / 8 * 24 / 17),
+    # In, each half of the copies has half; out, each gets all.
+    "copies": (stack(P(None, "x"), 16, M, N), BOTH, 2, 1 / 8 + 2 / 8),
+    "copies alone": (stack(P(), 8, M, N), (8,), 1, 1),
+    "heads by rows": (stack(COLUMNS, 4, M, 4, 16, numbers=HEADS), (8,), 2, 2 / 8),
+    "by heads": (stack(P(None, None, "x"), 4, M, 8, 16, numbers=HEADS), (8,), 0, 0),
+    "heads by both": (
+        stack(P(None, "x", "y"), 4, M, 8, 16, numbers=HEADS),
+        BOTH,
+        2,
+        2 / 4 / 2,
+    ),
+    "merged heads": (
+        stack(P(None, "x", "y"), 8, M, 8, 16, numbers=MERGED),
+        BOTH,
+        2,
+        2 / 8,
+    ),
+    "experts": (stack(P(None, "x"), 2, 8, M, N, numbers=EXPERTS), (8,), 0, 0),
+    "experts by rows": (
+        stack(P(None, None, "x"), 2, 8, M, N, numbers=EXPERTS),
+        (8,),
+        2,
+        2 / 8,
+    ),
+    "experts and rows": (
+        stack(P(None, "y", "x"), 2, 8, M, N, numbers=EXPERTS),
+        BOTH,
+        2,
+        2 / 4 / 2,
+    ),
+}
+TYPES = [AxisType.Auto, AxisType.Explicit]
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_few_bytes_travel_and_numbers_are_those_of_one_device(layout, axis_type):
+    (tx, model), sizes, groups, moved = LAYOUTS[layout]
+    if layout == "three axes" and axis_type == AxisType.Explicit:
+        pytest.skip("it is that of two axes")
+    check(tx, *model, sizes, axis_type, moved=moved, groups=groups)
+
+
+@pytest.mark.parametrize(("layout", "each"), [("stack", 2), ("17 leaves", 3)])
+def test_each_device_multiplies_few_matrices(layout, each):
+    """It multiplies as many of them as there are, divided and rounded up."""
+    (tx, (shapes, specs)), sizes, *_ = LAYOUTS[layout]
+    program, params, *_ = on_mesh(tx, shapes, specs, sizes)
+    one = draw({"w": (M, N), "b": (6,)})
+    alone = muon(0.1)
+    plain = jax.jit(step_of(alone)).lower(one, alone.init(one), one).compile()
+    flops = plain.cost_analysis()["flops"]
+    elementwise = 30 * sum(x.size for x in jax.tree.leaves(params)) / 8
+    assert program.cost_analysis()["flops"] <= 1.05 * each * flops + elementwise
+
+
+GROUPS = (
+    {"up": (16, M, N), "down": (16, N, M), "o": (16, M, M), "b": (6,)},
+    {"up": P(None, "x"), "down": P(None, None, "x"), "o": COLUMNS, "b": P()},
+)
+
+
+@pytest.mark.figures
+def test_groups_run_one_after_another():
+    numbers = dict.fromkeys(("up", "down", "o"), OF_STACK) | {"b": None}
+    tx = muon(0.1, muon_weight_dimension_numbers=numbers)
+    program, *step = on_mesh(tx, *GROUPS)
+    kinds, _ = collectives(program)
+    assert kinds == {"all-to-all": 6}
+    size = sum(x.nbytes for x in jax.tree.leaves(step[0]))
+    ours, theirs = (
+        x.memory_analysis().temp_size_in_bytes / size
+        for x in (program, compiled(tx, *step[:2], step[2][0]))
+    )
+    assert ours <= 0.26 < theirs
+
+
+OPTIONS = {
+    "plain": {},
+    "no nesterov": {"nesterov": False},
+    "schatten": {"preconditioning": "schatten"},
+    "aol": {"preconditioning": "aol"},
+    "spectral": {"preconditioning": "spectral"},
+    "dion": {"ns_coeffs": "dion"},
+    "bfloat16 momentum": {"mu_dtype": "bfloat16"},
+    "rms": {"consistent_rms": 0.2, "weight_decay": 0.1},
+}
+TWO = {"w": (M, N), "v": (M, N), "b": (6,)}, {"w": ROWS, "v": ROWS, "b": P()}
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_options_of_muon(options):
+    tx = muon(0.1, **OPTIONS[options])
+    check(tx, *TWO, moved=2 / 8 * 8 / 2, groups=2)
+
+
+def test_adaptive_muon_adds_up_parts():
+    """The sum over each matrix is one of parts, in another order."""
+    tx = muon(0.1, adaptive=True, preconditioning="schatten")
+    check(tx, *TWO, moved=2 / 8 * 8 / 2, groups=2, reduced=1, tolerance=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
+def test_dtypes(dtype):
+    tx, model = stack(COLUMNS, 8, M, N)
+    check(tx, *model, dtype=jnp.dtype(dtype), moved=2 / 8, groups=2)
+
+
+def each_matrix(f):
+    """A transformation that applies a function to each matrix, and a momentum."""
+    of_leaf = optax.stateless_with_tree_map(lambda g, _: f(g) if g.ndim > 1 else g)
+    return optax.chain(optax.trace(0.9), of_leaf, optax.scale(-0.1))
+
+
+def by_qr(x):
+    return jnp.linalg.qr(x.T)[0].T
+
+
+def by_svd(x):
+    u, _, v = jnp.linalg.svd(x, full_matrices=False)
+    return u @ v
+
+
+def by_eigh(x):
+    _, v = jnp.linalg.eigh(x @ x.T)
+    return v @ (v.T @ x)
+
+
+def by_cholesky(x):
+    lower = jnp.linalg.cholesky(x @ x.T + 1e-3 * jnp.eye(len(x)))
+    return jax.scipy.linalg.solve_triangular(lower, x, lower=True)
+
+
+def newton_schulz(x):
+    x = x.T / (jnp.linalg.norm(x) + 1e-7)
+    for _ in range(3):
+        x = 1.5 * x - 0.5 * x @ x.T @ x
+    return x.T
+
+
+def with_other_coefficients(x):
+    """As Polar Express has them, one row for each step."""
+    table = jnp.array([[3.0, -3.0, 1.0], [2.0, -1.5, 0.5]])
+    x = x / (jnp.linalg.norm(x) + 1e-7)
+    for a, b, c in table:
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x
+
+
+def sketched(x):
+    """Random numbers do not depend on the mesh."""
+    thin = jax.random.normal(jax.random.key(1), (x.shape[1], 8))
+    q, _ = jnp.linalg.qr(x @ thin)
+    return q @ (q.T @ x)
+
+
+def row_normed(x):
+    """As NorMuon, behind the products."""
+    x = newton_schulz(x)
+    return x / (jnp.linalg.norm(x, axis=1, keepdims=True) + 1e-7)
+
+
+OWN = [by_qr, by_svd, by_eigh, newton_schulz, with_other_coefficients, sketched]
+OWN += [by_cholesky, row_normed]
+
+
+@pytest.mark.parametrize("f", OWN, ids=lambda f: f.__name__)
+def test_matrices_of_ones_own(f):
+    check(each_matrix(f), *TWO, moved=2 / 8 * 8 / 2, groups=2)
+
+
+@pytest.mark.parametrize("f", [newton_schulz, by_svd, with_other_coefficients])
+def test_vmapped_matrices_of_ones_own(f):
+    tx = each_matrix(jax.vmap(f))
+    shapes, specs = {"w": (8, M, N), "b": (6,)}, {"w": P(None, "x"), "b": P()}
+    check(tx, shapes, specs, moved=2 / 8, groups=2)
+
+
+def of_parts(x):
+    """A product with a vector adds up parts: nothing has to be whole."""
+    return x / jnp.linalg.norm(x @ jnp.ones(x.shape[1]))
+
+
+def test_a_vector_needs_no_whole_matrix():
+    check(each_matrix(of_parts), *TWO, moved=0, groups=0, reduced=1)
+
+
+def inside(wrap):
+    return lambda: wrap(muon(0.1))
+
+
+LABELS = {"w": "muon", "v": "adam", "b": "adam"}
+INSIDE = {
+    "clip": inside(lambda tx: optax.chain(gx.clip_by_global_norm(1.0), tx)),
+    "norms": inside(lambda tx: optax.chain(tx, gx.measure_norms())),
+    "partition": inside(
+        lambda tx: optax.partition({"muon": tx, "adam": optax.adam(0.1)}, LABELS)
+    ),
+    "masked": inside(lambda tx: optax.masked(tx, {"w": True, "v": False, "b": True})),
+    "master_weights": inside(gx.master_weights),
+    "low_bit_state": inside(functools.partial(gx.low_bit_state, min_size=256)),
+    "schedule_free": inside(lambda tx: optax.contrib.schedule_free(tx, 0.1)),
+    "schedule": lambda: muon(optax.linear_schedule(0.1, 0.01, 10)),
+    "hyperparameters": lambda: optax.inject_hyperparams(
+        muon, static_args=("ns_steps", "nesterov", "adaptive", "preconditioning")
+    )(0.1),
+}
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_links_and_wrappers_inside(name, axis_type):
+    """Each of the two leaves is in one group, or one of them has no matrices."""
+    kinds, _ = collectives(check(INSIDE[name](), *TWO, (8,), axis_type))
+    assert kinds["all-to-all"] == 2
+    if name != "low_bit_state":  # Scales of blocks that a mesh cuts come together.
+        assert "all-gather" not in kinds
+
+
+AROUND = {
+    "accumulate": lambda tx: gx.accumulate(tx, 2),
+    "skip_spikes": gx.skip_spikes,
+    "drop_stale": lambda tx: optax.chain(
+        gx.drop_stale(tx, max_staleness=1),
+    ),
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "master_weights": gx.master_weights,
+    "low_bit_state": functools.partial(gx.low_bit_state, min_size=256),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_wrappers_around(name):
+    on = mesh((8,))
+    where = places(TWO[1], on)
+    tx, ours = map(AROUND[name], (muon(0.1), gx.whole_matrices(muon(0.1), where)))
+    extra = {"local_step": 0} if name == "drop_stale" else {}
+
+    def run(tx, params, pushes, state):
+        def step(params, state, grads):
+            return gx.apply_gradients(tx, grads, state, params, **extra)
+
+        step = jax.jit(step)
+        program = step.lower(params, state, pushes[0]).compile()
+        return train(tx, params, state, pushes, step), program
+
+    params, pushes = draw(TWO[0]), [draw(TWO[0], seed) for seed in (1, 2, 3)]
+    expected, _ = run(tx, params, pushes, tx.init(params))
+    placed = jax.device_put((params, pushes), (where, [where] * 3))
+    state = placed_state(jax.jit(tx.init)(params), placed[0], on)
+    actual, program = run(ours, *placed, state)
+    close(actual, expected)
+    assert collectives(program)[0]["all-to-all"] == 2
+
+
+REFUSED = {
+    "accumulate": (lambda tx: gx.accumulate(tx, 2), "'cond'.*gates.*around"),
+    "skip_spikes": (gx.skip_spikes, "'cond'.*gates.*around"),
+    "MultiSteps": (
+        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+        "'cond'.*gates.*around",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+def test_gates_inside_are_refused(name, axis_type):
+    wrap, message = REFUSED[name]
+    with pytest.raises(TypeError, match=message):
+        on_mesh(wrap(muon(0.1)), *TWO, (8,), axis_type)
+
+
+def soap(g, p):
+    """It reads a gradient, and something else of its shape."""
+    return (g @ p.T) @ g if g.ndim > 1 else g
+
+
+def gram(g, p):
+    del p
+    return jnp.sum(g @ g.T) * g if g.ndim > 1 else g
+
+
+def two_results(g, p):
+    del p
+    if g.ndim < 2:
+        return g
+    q, r = jnp.linalg.qr(g)
+    return r + jnp.sum(q)
+
+
+def printing(g, p):
+    del p
+
+    def multiply(_, x):
+        jax.debug.print("{}", x[0, 0])
+        return x @ x.T @ x
+
+    return jax.lax.fori_loop(0, 2, multiply, g) if g.ndim > 1 else g
+
+
+@pytest.mark.parametrize(
+    ("f", "message"),
+    [
+        (soap, r"'dot_general'.*makes float32\[64, 128\] of float32\[64, 128\], float"),
+        (gram, r"'dot_general'.*makes float32\[64, 64\] of float32\[64, 128\]"),
+        (two_results, "'(geqrf|qr)'.*makes"),
+        (printing, "has effects"),
+    ],
+)
+def test_what_is_no_core_is_refused(f, message):
+    with pytest.raises(TypeError, match=message):
+        on_mesh(optax.stateless_with_tree_map(f), *TWO)
+
+
+def test_it_stays_where_each_device_has_whole_arrays():
+    """XLA multiplies them as they lie."""
+    specs = {"w": P(), "v": P(), "b": ROWS}
+    shapes = {"w": (M, N), "v": (M, N), "b": (8,)}
+    check(optax.stateless_with_tree_map(gram), shapes, specs, moved=0, groups=0)
+
+
+def test_few_entries_stay_where_they_lie():
+    """A matrix of fewer entries than 64 is not worth a collective of its own."""
+    shapes, specs = {"w": (8, 7), "v": (8, 8)}, {"w": ROWS, "v": ROWS}
+    program = on_mesh(each_matrix(newton_schulz), shapes, specs)[0]
+    assert collectives(program)[0]["all-to-all"] == 2
+    check(each_matrix(newton_schulz), shapes, specs)
+
+
+def test_layers_are_refused_by_name():
+    on = mesh((8,))
+    params = {"w": jax.device_put(draw((8, 16, 16)), NamedSharding(on, COLUMNS))}
+    tx = gx.whole_matrices(
+        muon(0.1, muon_weight_dimension_numbers={"w": OF_STACK}),
+        {"w": NamedSharding(on, COLUMNS)},
+    )
+
+    def loss(params, x):
+        x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])
+        return jnp.sum(x)
+
+    step = gx.minimize(loss, tx, layers=["w"], donate=False)
+    with pytest.raises(TypeError, match="may mix layers, by"):
+        step(params, tx.init(params), jnp.ones((2, 16)))
+    plain = gx.minimize(loss, tx, donate=False)
+    assert plain(params, tx.init(params), jnp.ones((2, 16)))[2].shape == ()
+
+
+def test_one_device_is_the_same_program():
+    params = draw(TWO[0])
+    tx = muon(0.1)
+    state = tx.init(params)
+    where = jax.tree.map(lambda x: x.sharding, params)
+    wrapped = gx.whole_matrices(tx, where)
+    texts = [
+        str(jax.make_jaxpr(x.update)(params, state, params)) for x in (tx, wrapped)
+    ]
+    assert texts[0] == texts[1]
+    eager = gx.whole_matrices(tx).update(params, state, params)
+    chex.assert_trees_all_equal(eager, tx.update(params, state, params))
+    chex.assert_trees_all_equal_structs(wrapped.init(params), state)
+
+
+def test_one_explicit_device():
+    """Types name its axis, so the products of ``inner`` alone would be refused."""
+    tx, (shapes, specs) = stack(P(None, "x", "y"), 4, M, N)
+    check(tx, shapes, specs, (1, 1), AxisType.Explicit, moved=0, groups=0)
+
+
+def test_without_matrices_nothing_changes():
+    tx, params = optax.adam(0.1), draw({"w": (M, N)})
+    wrapped, state = gx.whole_matrices(tx), tx.init(params)
+    texts = [
+        str(jax.make_jaxpr(x.update)(params, state, params)) for x in (tx, wrapped)
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_automatic_axes_need_shardings():
+    on = mesh((8,))
+    params = jax.device_put(draw(TWO[0]), places(TWO[1], on))
+    tx = gx.whole_matrices(muon(0.1))
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"needs shardings here.*p\.sharding, params"):
+        jax.jit(tx.update)(params, state, params)
+    # Without `jit` the arrays say it.
+    expected, _ = muon(0.1).update(*jax.device_get((params, state, params)))
+    updates, _ = tx.update(params, state, params)
+    close(jax.device_get(updates), expected)
+    assert updates["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
+
+
+def wrong_shardings():
+    on = functools.partial(NamedSharding, mesh((8,)))
+    rows = dict.fromkeys("wv", on(ROWS))
+    other = NamedSharding(mesh((4, 2)), ROWS)
+    return {
+        "lacking": (rows, TypeError, r"no value for params at \['b'\]"),
+        "more": (rows | {"b": on(P()), "c": on(P())}, TypeError, r"at \['c'\]"),
+        "spec": (rows | {"b": P("x")}, TypeError, r"\['b'\] must be a NamedSharding"),
+        "number": (rows | {"b": 3}, TypeError, r"\['b'\] must be a NamedSharding"),
+        "axes": (rows | {"b": on(P(None, "x"))}, ValueError, r"\['b'\] have more axes"),
+        "uneven": (rows | {"b": on(ROWS)}, ValueError, r"\['b'\] do not fit its shape"),
+        "mesh": (rows | {"b": other}, ValueError, r"\['w|v|b'\] are on another mesh"),
+    }
+
+
+@pytest.mark.parametrize("name", wrong_shardings())
+def test_wrong_shardings(name):
+    given, error, message = wrong_shardings()[name]
+    params = draw(TWO[0])
+    tx = gx.whole_matrices(muon(0.1), given)
+    with pytest.raises(error, match=message):
+        jax.jit(tx.update)(params, tx.init(params), params)
+
+
+def test_a_prefix_of_shardings():
+    on = mesh((8,))
+    shapes = {"a": {"w": (M, N), "v": (M, N)}, "b": (6,)}
+    where = {"a": NamedSharding(on, ROWS), "b": NamedSharding(on, P())}
+    params = draw(shapes)
+    tx = muon(0.1)
+    state, ours = tx.init(params), gx.whole_matrices(tx, where)
+    program = jax.jit(ours.update).lower(params, state, params).compile()
+    assert collectives(program)[0]["all-to-all"] == 2
+    expected, _ = tx.update(params, state, params)
+    close(jax.device_get(jax.jit(ours.update)(params, state, params)[0]), expected)
+
+
+def test_other_places_than_said_change_no_number():
+    tx, params = muon(0.1), draw(TWO[0])
+    wrong = dict.fromkeys("wv", COLUMNS) | {"b": P()}
+    ours = gx.whole_matrices(tx, places(wrong, mesh((8,))))
+    placed = jax.device_put(params, places(TWO[1], mesh((8,))))
+    expected, _ = tx.update(params, tx.init(params), params)
+    updates, _ = jax.jit(ours.update)(placed, tx.init(params), placed)
+    close(jax.device_get(updates), expected)
+
+
+@pytest.fixture(params=TYPES, ids=["automatic", "explicit"])
+def small(request):
+    """A wrapped Muon, placed parameters and state, and plain parameters."""
+    on = mesh((8,), request.param)
+    where = places(TWO[1], on)
+    is_automatic = request.param == AxisType.Auto
+    tx = gx.whole_matrices(muon(0.1), where if is_automatic else None)
+    plain = draw(TWO[0])
+    params = jax.device_put(plain, where)
+    state = placed_state(tx.init(plain), params, on)
+    with jax.set_mesh(on):
+        yield tx, params, state, plain
+
+
+def expected_updates(plain):
+    return muon(0.1).update(plain, muon(0.1).init(plain), plain)[0]
+
+
+def test_types_stay(small):
+    tx, params, state, _ = small
+    types = [str(jax.typeof(x)) for x in jax.tree.leaves((params, state))]
+    new = jax.jit(tx.update)(params, state, params)
+    assert [str(jax.typeof(x)) for x in jax.tree.leaves(new)] == types
+    described = jax.eval_shape(tx.update, params, state, params)
+    chex.assert_trees_all_equal_shapes_and_dtypes(described, new)
+
+
+def test_vmap(small):
+    tx, params, state, plain = small
+
+    def both(x):
+        spec = P(None, *x.sharding.spec)
+        two = np.stack([jax.device_get(x), 2 * jax.device_get(x)])
+        return jax.device_put(two, NamedSharding(x.sharding.mesh, spec))
+
+    update = jax.jit(jax.vmap(tx.update, in_axes=(0, None, None)))
+    updates, _ = update(jax.tree.map(both, params), state, params)
+    first = jax.tree.map(lambda x: x[0], jax.device_get(updates))
+    close(first, expected_updates(plain))
+
+
+def test_a_scan_of_steps(small):
+    tx, params, state, plain = small
+
+    def step(carry, _):
+        params, state = carry
+        return step_of(tx)(params, state, params), None
+
+    last, _ = jax.jit(lambda *x: jax.lax.scan(step, x, None, length=3))(params, state)
+    inner = muon(0.1)
+    expected = plain, inner.init(plain)
+    for _ in range(3):
+        expected = step_of(inner)(*expected, expected[0])
+    close(jax.device_get(last), expected)
+
+
+def test_without_jit(small):
+    tx, params, state, plain = small
+    updates, _ = tx.update(params, state, params)
+    close(jax.device_get(updates), expected_updates(plain))
+    with jax.disable_jit():
+        updates, _ = tx.update(params, state, params)
+    close(jax.device_get(updates), expected_updates(plain))
+
+
+def test_derivatives(small):
+    tx, params, state, plain = small
+
+    def total(update, state):
+        def f(grads):
+            updates, _ = update(grads, state, grads)
+            return jnp.sum(updates["w"] ** 3)
+
+        return f
+
+    given = jax.jit(jax.grad(total(tx.update, state)))(params)
+    inner = muon(0.1)
+    expected = jax.grad(total(inner.update, inner.init(plain)))(plain)
+    close(jax.device_get(given["w"]), expected["w"], tolerance=1e-5)
+
+
+def test_no_gradient_and_no_parameters(small):
+    tx, params, _, plain = small
+    updates, _ = jax.jit(tx.update)({}, tx.init({}), {})
+    assert updates == {}
+    masked = plain | {"v": None}
+    state = tx.init(masked)
+    updates, _ = jax.jit(tx.update)(params | {"v": None}, state, params | {"v": None})
+    assert updates["v"] is None
+    close(jax.device_get(updates["w"]), expected_updates(masked)["w"])
+
+
+def test_inside_shard_map(small):
+    tx, params, state, plain = small
+    on = params["w"].sharding.mesh
+    every = jax.device_put((plain, tx.init(plain)), NamedSharding(on, P()))
+    over = functools.partial(jax.shard_map, mesh=on, out_specs=P())
+    update = jax.jit(over(tx.update, in_specs=(P(), P(), P())))
+    updates, _ = update(every[0], every[1], every[0])
+    close(jax.device_get(updates), expected_updates(plain))
+    update = over(tx.update, in_specs=(TWO[1], P(), P()))
+    where = jax.device_put(state, NamedSharding(on, P()))
+    with pytest.raises(ValueError, match=r"inside of jax.shard_map.*over x.*outside"):
+        update(params, where, every[0])
+    update = over(tx.update, in_specs=(P(), P(), P()), check_vma=False)
+    with pytest.raises(ValueError, match=r"inside of jax.shard_map"):
+        update(every[0], every[1], every[0])
+
+
+def test_a_state_goes_on_elsewhere():
+    """From 8 devices to 4 x 2, and on with optax alone."""
+    tx, (shapes, _) = stack(COLUMNS, 8, M, N)
+    plain, grads = draw(shapes), [draw(shapes, seed) for seed in (1, 2, 3)]
+    now = plain, tx.init(plain)
+    for (spec, sizes), g in zip(
+        [(COLUMNS, (8,)), (P(None, "x", "y"), BOTH)], grads, strict=False
+    ):
+        on = mesh(sizes)
+        where = places({"w": spec, "b": P()}, on)
+        ours = gx.whole_matrices(tx, where)
+        params = jax.device_put(now[0], where)
+        state = placed_state(now[1], params, on)
+        step = jax.jit(step_of(ours))
+        now = jax.device_get(step(params, state, jax.device_put(g, where)))
+    now = jax.jit(step_of(tx))(*now, grads[2])
+    close(now, train(tx, plain, tx.init(plain), grads))
+
+
+def test_a_part_of_a_sum_is_refused():
+    """On explicit axes a gradient may not be summed yet."""
+    if jax.__version_info__ < (0, 10):
+        pytest.skip("JAX has no such gradients")
+    tx, (shapes, specs) = leaves(P(), 2)
+    on = mesh((8,), AxisType.Explicit)
+    params = jax.device_put(draw(shapes), places(specs, on))
+    ours = gx.whole_matrices(tx)
+
+    def update(params, state):
+        part = NamedSharding(on, P(unreduced={"x"}))
+        grads = jax.tree.map(lambda x: jax.sharding.reshard(x, part), params)
+        return ours.update(grads, state, params)
+
+    with jax.set_mesh(on), pytest.raises(ValueError, match="not summed over x yet"):
+        jax.eval_shape(update, params, jax.jit(tx.init)(params))
+
+
+def test_what_is_no_transformation_is_refused():
+    with pytest.raises(TypeError, match="inner"):
+        gx.whole_matrices(muon)
+
+
+def core_of(f, *shapes):
+    """The core of a function, and the number of the argument that it reads."""
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    with cores.tracing():
+        jaxpr = jax.make_jaxpr(f)(*types).jaxpr
+    update = cores.Update(jaxpr)
+    (part,) = update.parts
+    core = update.core(part)
+    number = [k for k, x in enumerate(jaxpr.invars) if x is core.reads[0]]
+    return core, number[0] if number else None
+
+
+def test_a_core_begins_where_it_reads_least():
+    """A norm and a cast are inside, a sum of two arrays outside."""
+
+    def f(m, g):
+        x = (0.9 * m + g).astype(jnp.bfloat16).astype(jnp.float32)
+        return newton_schulz(x)
+
+    core, number = core_of(f, (M, N), (M, N))
+    assert (core.reads[0].aval.dtype, number) == (jnp.bfloat16, None)
+    core, number = core_of(lambda m: newton_schulz(0.9 * m), (M, N))
+    assert number == 0
+
+
+def test_a_core_keeps_its_matrices_apart():
+    """A norm over all layers stays outside of it, one of each layer is inside."""
+
+    def over_all(x):
+        return jax.vmap(lambda x: x @ x.T @ x)(x / jnp.linalg.norm(x))
+
+    def of_each(x):
+        return jax.vmap(lambda x: x @ x.T @ x / jnp.linalg.norm(x))(x)
+
+    for f, inside in ((over_all, None), (of_each, 0)):
+        core, number = core_of(f, (8, M, N))
+        assert cores.matrices(core).axes == (0,)
+        assert number == inside
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations("LEH")])
+def test_axes_of_matrices_are_found_in_any_order(order):
+    """Of layers, experts and heads, wherever they are and however they are merged."""
+    sizes = {"L": 2, "E": 3, "H": 4, "m": 16, "n": 8}
+    axes = "".join(order[:1]) + "m" + "".join(order[1:]) + "n"
+
+    def f(x):
+        x = jnp.einsum(f"{axes}->LEHmn", x).reshape(-1, sizes["m"], sizes["n"])
+        x = jax.vmap(newton_schulz)(x)
+        x = x.reshape(2, 3, 4, 16, 8)
+        return jnp.einsum(f"LEHmn->{axes}", x)
+
+    core, _ = core_of(f, [sizes[axis] for axis in axes])
+    found = {axes[axis] for axis in cores.matrices(core).axes}
+    assert found == {*"LEH"}
