@@ -257,6 +257,7 @@ DESCRIPTORS = (
     D("measure_norms", figures=((0, 4), (0.76, 8.33))),
     Dense("measure_cosine", figures=((0, 8), (1, 12.33))),
     D("lazy", inner=ADAGRAD, figures=TWO_PASSES),
+    D("whole_matrices", inner=ADAGRAD, figures=TWO_PASSES),
     D("lazy", "mu", inner=LOOK_AHEAD, rows="touched"),
     # Its momentum loses nothing to rounding, so the mask is that of the formula.
     Dense(
@@ -382,6 +383,8 @@ NO_ORIGINAL = {
     "measure_norms": "a log's norms; loops of others compute them beside the step",
     "round_stochastically": "the page on half precision compares it with torchao's",
     "skip_spikes": "the page on spikes compares it with OLMo-core and MaxText",
+    "whole_matrices": "torch has it in Megatron, torchtitan and Dion, for an optimizer "
+    "each; the page on sharding says how to wrap optax's",
 }
 
 

@@ -544,6 +544,7 @@ ACTING = {
     "delayed": _earlier_act,
     "drop_stale": _fresh_act,
     "lazy": _all_act,
+    "whole_matrices": _all_act,
     "low_bit_state": _all_act,
     "master_weights": _all_act,
     "skip_spikes": _usual_act,
