@@ -120,8 +120,9 @@ def whole_matrices(
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
         placed = placements.of_leaves(args, shardings)
-        is_whole = placed.is_one_device or _is_whole(args)
-        if not is_whole:
+        if names := _manual_axes():
+            _check_whole(inner, args, names)
+        elif not placed.is_one_device:
             step = Step.of(inner, args)
             if step.update.parts:
                 return step.on(placed)
@@ -360,24 +361,26 @@ def _uncut(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(t.shape, t.dtype, weak_type=t.weak_type)
 
 
-def _is_whole(args: Args) -> bool:
-    """Whether a ``shard_map`` around has each array whole on each of its devices.
-
-    Raises:
-      ValueError: it may have parts.
-    """
+def _manual_axes() -> list[str]:
+    """The mesh axes of several devices of a ``shard_map`` around."""
     mesh = jax.sharding.get_abstract_mesh()
-    names = [name for name in mesh.manual_axes if mesh.shape[name] > 1]
-    if not names:
-        return False
+    return [name for name in mesh.manual_axes if mesh.shape[name] > 1]
+
+
+def _check_whole(
+    inner: optax.GradientTransformationExtraArgs, args: Args, names: Sequence[str]
+) -> None:
+    """Raises ``ValueError`` if ``inner`` may multiply parts that a device has."""
+    mesh, (updates, params, state, extra) = jax.sharding.get_abstract_mesh(), args
     others = set(mesh.axis_names).difference(mesh.manual_axes)
-    is_part = any(
+    is_part = any(mesh.shape[name] > 1 for name in others) or any(
         isinstance(x, jax.Array) and not meshes.is_equal(x, names)
         for x in jax.tree.leaves(args)
     )
-    if is_part or any(mesh.shape[name] > 1 for name in others):
-        raise ValueError(
-            "whole_matrices is inside of jax.shard_map, where a device sees only its "
-            f"part over {', '.join(names)}: call update outside of shard_map."
-        )
-    return True
+    if is_part:
+        program = jax.make_jaxpr(lambda: inner.update(updates, state, params, **extra))
+        if any(map(cores.is_of_matrices, program().jaxpr.eqns)):
+            raise ValueError(
+                "whole_matrices is inside of jax.shard_map, where a device sees only "
+                f"its part over {', '.join(names)}: call update outside of shard_map."
+            )
