@@ -40,8 +40,8 @@ Numbers: TypeAlias = frozenset[int]
 
 # Each device may read fewer entries as a whole, and compute with them.
 _FEW = 64
-# A core that reads several arrays on its way to one reads at most so many times more.
-_MOST = 4
+# On its way to one array a core reads at most so many, and so many times its bytes.
+_MOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,20 +294,20 @@ class Update:
     def _backward(self, part: Numbers) -> Iterator[tuple[Var, Numbers]]:
         """One array that gives the result, with equations; then ones before it."""
         grown, reads = set(part), self._reads(part)
-        least = sum(map(_nbytes, reads))
-        while reads:
-            total = sum(map(_nbytes, reads))
+        total = least = sum(map(_nbytes, reads))
+        while 0 < len(reads) <= _MOST and total <= _MOST * least:
             if len(reads) == 1 and total <= least:
                 least = total
                 yield next(iter(reads)), frozenset(grown)
             number = max(self.made_by.get(x, -1) for x in reads)
-            if number < 0 or total > _MOST * least:
-                return
-            eqn = self.jaxpr.eqns[number]
-            if eqn.effects:
+            if number < 0 or self.jaxpr.eqns[number].effects:
                 return
             grown.add(number)
-            reads = self._reads(grown)
+            reads = {x: None for x in reads if self.made_by.get(x) != number}
+            read = filter(jaxprs.is_variable, self.jaxpr.eqns[number].invars)
+            others = (x for x in read if self.made_by.get(x) not in grown)
+            reads.update((x, None) for x in others if x not in self.free)
+            total = sum(map(_nbytes, reads))
 
     def _between(self, x: Var, makes: Var, part: Numbers) -> Core:
         """The core from an array to a result.

@@ -17,7 +17,7 @@ from jax.sharding import (
 )
 
 from gradxform._checks import structures
-from gradxform._trees.types import Path, Prefix, PyTree
+from gradxform._trees.types import Path, Prefix, PyTree, Shape
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 # For each axis of an array the mesh axes of several devices that cut it.
@@ -54,6 +54,7 @@ def of_leaves(
       ValueError: they do not fit the parameters, or are on several meshes.
     """
     given = {} if shardings is None else _given(args, shardings)
+    shapes = {path[1:]: np.shape(x) for path, x in jax.tree.leaves_with_path(args[:2])}
     types: dict[int, NamedSharding] = {}
     found: dict[int, NamedSharding] = {}
     is_unknown = False
@@ -73,6 +74,7 @@ def of_leaves(
             is_unknown |= any(sharding.mesh.shape[name] > 1 for name in others)
         elif isinstance(x, jax.core.Tracer):
             is_unknown |= in_updates_or_params
+            sharding = _like(given, shapes, path, x) or sharding
         elif isinstance(x, jax.Array):
             sharding = x.sharding
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -119,6 +121,21 @@ def _given(
         except ValueError as error:
             raise ValueError(f"{at} do not fit its shape: {error}") from error
     return found
+
+
+def _like(
+    given: Mapping[Path, jax.sharding.Sharding],
+    shapes: Mapping[Path, Shape],
+    path: Path,
+    x: jax.Array,
+) -> jax.sharding.Sharding | None:
+    """The sharding of the parameter that a leaf of a state is for, by path and shape.
+
+    If it lies elsewhere, that costs traffic, and no number changes.
+    """
+    ends = (path[n:] for n in range(1, len(path) + 1))
+    fits = (end for end in ends if end in given and shapes.get(end) == x.shape)
+    return next(map(given.__getitem__, fits), None)
 
 
 def _names(sharding: NamedSharding, ndim: int) -> Names:

@@ -732,10 +732,10 @@ def test_inside_shard_map(small):
     update = jax.jit(over(tx.update, in_specs=(P(), P(), P())))
     updates, _ = update(every[0], every[1], every[0])
     close(jax.device_get(updates), expected_updates(plain))
-    update = over(tx.update, in_specs=(TWO[1], P(), P()))
-    where = jax.device_put(state, NamedSharding(on, P()))
+    cut = jax.tree.map(lambda x: x.sharding.spec, (params, state, params))
+    update = over(tx.update, in_specs=cut)
     with pytest.raises(ValueError, match=r"inside of jax.shard_map.*over x.*outside"):
-        update(params, where, every[0])
+        update(params, state, params)
     update = over(tx.update, in_specs=(P(), P(), P()), check_vma=False)
     with pytest.raises(ValueError, match=r"inside of jax.shard_map"):
         update(every[0], every[1], every[0])
@@ -838,3 +838,15 @@ def test_axes_of_matrices_are_found_in_any_order(order):
     core, _ = core_of(f, [sizes[axis] for axis in axes])
     found = {axes[axis] for axis in cores.matrices(core).axes}
     assert found == {*"LEH"}
+
+
+def test_a_state_lies_like_its_parameter():
+    """A late gradient comes from the state alone, whose place ``jit`` does not say."""
+
+    def of_momentum(updates, state, params=None):
+        del params
+        return jax.tree.map(newton_schulz, state), updates
+
+    tx = optax.GradientTransformation(optax.tree.zeros_like, of_momentum)
+    shapes, specs = {"w": (M, N), "v": (M, N)}, {"w": ROWS, "v": ROWS}
+    check(tx, shapes, specs, moved=2 / 8 * 8 / 2, groups=2)
