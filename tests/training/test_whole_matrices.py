@@ -287,6 +287,7 @@ def test_adaptive_muon_adds_up_parts():
     check(tx, *TWO, moved=2 / 8 * 8 / 2, groups=2, reduced=1, tolerance=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "complex64"])
 def test_dtypes(dtype):
     tx, model = stack(COLUMNS, 8, M, N)
@@ -362,6 +363,7 @@ def test_decompositions_of_ones_own(f):
     check(each_matrix(f), *TWO, moved=2 / 8 * 8 / 2, groups=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [newton_schulz, by_svd, with_other_coefficients])
 def test_vmapped_matrices_of_ones_own(f):
     tx = each_matrix(jax.vmap(f))
@@ -659,6 +661,7 @@ def test_types_stay(small):
     chex.assert_trees_all_equal_shapes_and_dtypes(described, new)
 
 
+@pytest.mark.slow
 def test_vmap(small):
     tx, params, state, plain = small
 
@@ -673,6 +676,7 @@ def test_vmap(small):
     close(first, expected_updates(plain))
 
 
+@pytest.mark.slow
 def test_a_scan_of_steps(small):
     tx, params, state, plain = small
 
@@ -688,6 +692,7 @@ def test_a_scan_of_steps(small):
     close(jax.device_get(last), expected)
 
 
+@pytest.mark.slow
 def test_without_jit(small):
     tx, params, state, plain = small
     updates, _ = tx.update(params, state, params)
@@ -697,6 +702,7 @@ def test_without_jit(small):
     close(jax.device_get(updates), expected_updates(plain))
 
 
+@pytest.mark.slow
 def test_derivatives(small):
     tx, params, state, plain = small
 
@@ -724,6 +730,7 @@ def test_no_gradient_and_no_parameters(small):
     close(jax.device_get(updates["w"]), expected_updates(masked)["w"])
 
 
+@pytest.mark.slow
 def test_inside_shard_map(small):
     tx, params, state, plain = small
     on = params["w"].sharding.mesh
@@ -741,6 +748,7 @@ def test_inside_shard_map(small):
         update(every[0], every[1], every[0])
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_elsewhere():
     """From 8 devices to 4 x 2, and on with optax alone."""
     tx, (shapes, _) = stack(COLUMNS, 8, M, N)
