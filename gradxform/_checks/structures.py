@@ -13,15 +13,7 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._trees import dtypes, maps
-from gradxform._trees.types import (
-    Gradient,
-    Leaf,
-    Path,
-    Prefix,
-    PyTree,
-    SparseLeaf,
-    T,
-)
+from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, SparseLeaf, T
 
 
 def params_given(

@@ -17,7 +17,6 @@ from gradxform._jax.compilers import narrow
 from gradxform._numbers import constants
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps, states
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
@@ -112,10 +111,9 @@ def delayed(
     >>> state.ring["first"]
     Array([4., 8.], dtype=float32)
     """
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     _check_numbers(num_steps)
     structures.check_state_dtype("ring_dtype", ring_dtype, complex_too=True)
-    inner = with_any_extra_args(inner)
     if not any(jax.tree.leaves(num_steps)):
         return inner
 

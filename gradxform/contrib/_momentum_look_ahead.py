@@ -20,12 +20,7 @@ from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_
 from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.links import stateful
 from gradxform._trees.types import Leaf, Params
-from gradxform.contrib._alignment import (
-    MomentumAlignment,
-    Shares,
-    aligned,
-    checked,
-)
+from gradxform.contrib._alignment import MomentumAlignment, Shares, aligned, checked
 
 B1 = 0.9  # The default of both functions.
 
