@@ -100,8 +100,7 @@ def to_end(value: Any, low: float, high: float) -> Any:  # As `in_range`.
     above = (x > high) & (x <= high + ROUNDING + eps * abs(high))
     if not (traced or np.any(below | above)):
         return value
-    x = own.where(below, low, own.where(above, high, x)).astype(x.dtype)
-    return x
+    return own.where(below, low, own.where(above, high, x)).astype(x.dtype)
 
 
 def is_real(value: object) -> bool:

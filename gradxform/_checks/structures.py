@@ -427,29 +427,31 @@ def _refusal(leaf: object) -> str | None:
     return None
 
 
-def check_usable(name: str, tree: PyTree[Leaf]) -> None:
-    """Raises unless each leaf of a tree holds numbers now.
+def check_usable(**trees: PyTree[Leaf]) -> None:
+    """Raises unless each leaf of some trees, by their names, holds numbers now.
 
     Raises:
       TypeError: one is traced, or no array that JAX takes, such as a big-endian or a
         masked one; the error names its path.
       RuntimeError: one was deleted, or donated to a program.
     """
-    for path, leaf in jax.tree.leaves_with_path(tree):
+    flat = [(x, *pair) for x in trees for pair in jax.tree.leaves_with_path(trees[x])]
+    for name, path, leaf in flat:
         if is_usable(leaf):
             continue
+        where = path_name(path)
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
-                f"{name} has a traced array at {path_name(path)}, which has no numbers "
-                "yet. Call this outside of jit, grad and vmap."
+                f"{name} has a traced array at {where}, which has no numbers yet. Call "
+                "this outside of jit, grad and vmap."
             )
         if isinstance(leaf, jax.Array):
             raise RuntimeError(  # As JAX does.
-                f"{name} has a deleted array at {path_name(path)}, {describe(leaf)}: "
-                "it was donated to a program, or deleted. Use it before that, or give "
-                "the program a copy."
+                f"{name} has a deleted array at {where}, {describe(leaf)}: it was "
+                "donated to a program, or deleted. Use it before that, or give the "
+                "program a copy."
             )
-        raise TypeError(_no_array(name, path_name(path), leaf))
+        raise TypeError(_no_array(name, where, leaf))
 
 
 def _no_array(name: str, where: str, leaf: object) -> str:

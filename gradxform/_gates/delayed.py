@@ -17,7 +17,7 @@ from gradxform._jax.compilers import narrow
 from gradxform._numbers import constants
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps, states
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.types import Gradient, Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
@@ -222,14 +222,10 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
     def slot(r: jax.Array) -> jax.core.ShapedArray | None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
-    slots = jax.tree.map(slot, ring)
-    structures.check_shapes(
-        "updates",
-        updates,
-        "ring",
-        slots,
-        lambda u, s: s is None or structures.fits(u, s),
-    )
+    def fits(g: Gradient, slot: Leaf) -> bool:
+        return slot is None or structures.fits(g, slot)
+
+    structures.check_shapes("updates", updates, "ring", jax.tree.map(slot, ring), fits)
     boundary.check_dense(
         "delayed",
         maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),

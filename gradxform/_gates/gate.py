@@ -118,9 +118,7 @@ def gate_of(tx: optax.GradientTransformation) -> Gate | None:
 
 
 def gate(
-    init: optax.TransformInitFn,
-    inner: optax.GradientTransformation,
-    decide: Decide,
+    init: optax.TransformInitFn, inner: optax.GradientTransformation, decide: Decide
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a transformation from what a gate decides about a push."""
     inner = arguments.transformation("inner", inner)

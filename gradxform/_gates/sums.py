@@ -326,12 +326,8 @@ class Accumulator:
                 n = maps.map_leaves(known, updates, boxes.as_in(updates, row_counts))
             total = _over_devices(self.names, total, n)
         # From here on all is dense: inner gets every row that any push held.
-        return maps.map_leaves(
-            lambda g, x: (
-                narrow(x, maps.gradient_dtype(g)) if maps.has_gradient(g) else x
-            ),
-            updates,
-            total,
+        return maps.map_updates(
+            lambda x, g: narrow(x, maps.gradient_dtype(g)), total, updates
         )
 
     def _parts(self, updates: optax.Updates) -> optax.Updates:

@@ -138,6 +138,7 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
     # With "local" Ray does not look for a cluster that somebody else has started.
     own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    options = {"address": address} if address else own
     before = signal.getsignal(signal.SIGTERM)
     connection = None
     try:
@@ -147,11 +148,7 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
             warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
             # An interrupt would leave processes of half a cluster behind.
             with _ending.uninterrupted():
-                ray.init(
-                    **({"address": address} if address else own),
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         connection = Connection(ray)
         yield
     finally:

@@ -244,9 +244,7 @@ def keras_clip(
     return inner
 
 
-def _clip_by_value(
-    most: jax.typing.ArrayLike,
-) -> optax.GradientTransformationExtraArgs:
+def _clip_by_value(most: jax.typing.ArrayLike) -> optax.GradientTransformationExtraArgs:
     def clamped(g: jax.Array) -> jax.Array:
         limit = dtypes.widen(jnp.asarray(most, g.dtype))
         return narrow(jnp.clip(dtypes.widen(g), -limit, limit), g.dtype)
