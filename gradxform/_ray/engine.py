@@ -114,9 +114,8 @@ def ray(
                 if address:
                     with _ending.handled(signal.SIGTERM, lambda *_: sys.exit(), ends):
                         connect(address, connect_timeout)
-                stack.enter_context(
-                    _cluster(ray, len(job.workers) + server_processes, address)
-                )
+                cpus = len(job.workers) + server_processes
+                stack.enter_context(_cluster(ray, cpus, address))
             except SystemExit:  # Also Ray's own answer to ``SIGTERM``, while it starts.
                 _ending.terminated(None, given)
         # As early as possible: Ray's handler ends the process without saving the run.

@@ -297,12 +297,9 @@ def _clip_with_sums(
         updates = _scale_layers(maps.map_updates(dtypes.widen, given), factors)
         # Scaled twice, as the square of a factor could underflow.
         sums = _scale_layers(sums if row_wise else squares, factors)
+        clip_sums = _scale_layers(sums, factors)
         updates, inner_state = inner.update(
-            updates,
-            inner_state,
-            params,
-            clip_sums=_scale_layers(sums, factors),
-            **extra,
+            updates, inner_state, params, clip_sums=clip_sums, **extra
         )
         return maps.cast_like(updates, given), (clip_state, inner_state)
 
