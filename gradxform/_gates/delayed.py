@@ -113,7 +113,7 @@ def delayed(
     """
     inner = arguments.transformation("inner", inner)
     _check_numbers(num_steps)
-    structures.check_state_dtype("ring_dtype", ring_dtype, complex_too=True)
+    structures.check_state_dtype("ring_dtype", ring_dtype)
     if not any(jax.tree.leaves(num_steps)):
         return inner
 

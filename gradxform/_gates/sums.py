@@ -133,7 +133,7 @@ class Accumulator:
                 "num_required", self.num_required, arguments.COUNTS, integer=True
             )
         arguments.check_one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
-        structures.check_state_dtype("accumulator_dtype", self.dtype, complex_too=True)
+        structures.check_state_dtype("accumulator_dtype", self.dtype)
 
     def gate(self) -> optax.GradientTransformationExtraArgs:
         """The transformation."""

@@ -120,7 +120,7 @@ def scale_by_momentum_look_ahead(
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
     """
     b1 = arguments.in_range("b1", b1, "[0, 1)")
-    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    structures.check_state_dtype("mu_dtype", mu_dtype)
     alignment = None if alignment is None else checked(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
