@@ -81,6 +81,7 @@ from gradxform._rows.lookup import value_and_grad as value_and_grad
 from gradxform._rows.table_rows import TableRows as TableRows
 from gradxform._training.apply import apply_gradients as apply_gradients
 from gradxform._training.apply import minimize as minimize
+from gradxform._training.evaluate import evaluate as evaluate
 from gradxform._training.local_steps import local_steps as local_steps
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
