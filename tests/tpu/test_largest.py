@@ -18,7 +18,6 @@ from benchmarks.compilers import Program, mesh, placed
 from benchmarks.models import next_tokens, size, transformer
 from gradxform._jax.compilers import SMALL_TILES
 
-
 HOST_HAS_ALL = "master weights, layers, all of it on the host"
 
 
