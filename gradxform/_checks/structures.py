@@ -192,17 +192,17 @@ def by_name(paths: Iterable[Path], separator: str = "/") -> dict[str, list[Path]
     return found
 
 
-def named(name: str, given: str, of: str, known: Mapping[str, list[Path]]) -> Path:
-    """The one path with the given name; ``known`` is from :func:`by_name`.
+def named(name: str, given: str, of: str, choices: Mapping[str, list[Path]]) -> Path:
+    """The one path with the given name; ``choices`` is from :func:`by_name`.
 
     Raises:
       ValueError: no path has this name, or several have.
     """
-    paths = known.get(given, [])
+    paths = choices.get(given, [])
     if not paths:
         raise ValueError(
             f"{name} must name {of}, got {given!r}; there are "
-            f"{', '.join(map(repr, known))}."
+            f"{', '.join(map(repr, choices))}."
         )
     if len(paths) > 1:
         raise ValueError(
@@ -221,9 +221,9 @@ def names(
     """Whether a name is one of those given; each has to be that of one path."""
     if callable(given):
         return given
-    known = by_name(paths)
+    choices = by_name(paths)
     for each in given:
-        named(name, each, of, known)
+        named(name, each, of, choices)
     return given.__contains__
 
 

@@ -172,10 +172,10 @@ def _init(
 
     delays = structures.prefix("num_steps", boxes.unboxed(num_steps), leaves)
     ring = maps.map_params(zeros, leaves, delays)
-    number = len(maps.leaves(leaves))
+    num_leaves = len(maps.leaves(leaves))
     return DelayedState(
         # One array for all leaves: on GPU each array costs the start of a kernel.
-        count=constants.stacked(constants.zero(params, jnp.int32), number),
+        count=constants.stacked(constants.zero(params, jnp.int32), num_leaves),
         ring=boxes.boxed(params, ring),
         inner_state=inner_state,
     )

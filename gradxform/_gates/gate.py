@@ -108,7 +108,7 @@ class Gate:
     ) -> tuple[optax.Updates, optax.OptState]:
         """As the ``update`` of any transformation."""
         updates = missing.normalized(updates, params)
-        return _guarded(self, updates, state, params, extra, whole=False)
+        return _guarded(self, updates, state, params, extra, applies=False)
 
     __call__ = update_fn
 
@@ -141,18 +141,18 @@ def step(
     params: optax.Params | None,
     extra: dict[str, object],
     *,
-    whole: bool,
+    applies: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """What ``tx`` makes of normalized updates, and its new state.
 
-    These are its updates, or the new parameters if ``whole``; then gates within gates
+    These are its updates, or the new parameters if ``applies``; then gates within gates
     guard the whole step, too. Leaves without a gradient stay.
     """
     if gate := gate_of(tx):
-        return _guarded(gate, updates, state, params, extra, whole=whole)
+        return _guarded(gate, updates, state, params, extra, applies=applies)
     given, state = state, host.to_device_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)
-    if whole:
+    if applies:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
     return outcome, host.to_memory_of(new, given)
 
@@ -182,7 +182,7 @@ def _guarded(
     params: optax.Params | None,
     extra: dict[str, object],
     *,
-    whole: bool,
+    applies: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """The step of a gate: one conditional, and the new state."""
     # The step brings the state behind it.
@@ -192,18 +192,18 @@ def _guarded(
     before = decision.state.inner_state
     by: By = "bool"
     buffers = decision.buffers
-    if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
+    if not (applies or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
     elif buffers is not None:
-        by = "bool" if whole else "number"
+        by = "bool" if applies else "number"
         buffers = maps.map_leaves(_in_hbm, buffers)
     # New parameters take the arrays of the old ones, so they need no others.
-    free = None if whole else buffers
-    unchanged = params if whole else None
+    free = None if applies else buffers
+    unchanged = params if applies else None
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
         given, extra = decision.updates(buffers), decision.extra
-        outcome, new = step(gate.inner, given, before, params, extra, whole=whole)
+        outcome, new = step(gate.inner, given, before, params, extra, applies=applies)
         return *_put_into(free, outcome), new, jnp.array(True)
 
     def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:

@@ -215,8 +215,8 @@ def _init(
     inner_state = gate.inner_state(inner, params)
     row = constants.zeros(boxes.unboxed(params), accumulator_dtype, dtypes.wide_dtype)
 
-    def stacked(number: int) -> optax.Updates:
-        rows = jax.tree.map(lambda x: constants.stacked(x, number), row)
+    def stacked(length: int) -> optax.Updates:
+        rows = jax.tree.map(lambda x: constants.stacked(x, length), row)
         return boxes.boxed(params, rows)
 
     return WorkerMeanState(

@@ -93,8 +93,8 @@ def squared_norms(
     terms = [s for s in squares if s is not None]
     for members, rows in _together(sums, small):
         terms.append(rows)
-        for number, i in enumerate(members):
-            squares[i] = rows[number]
+        for k, i in enumerate(members):
+            squares[i] = rows[k]
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
         names = maps.prefix_of(axis_name, updates)

@@ -51,12 +51,12 @@ class Whole(NamedTuple):
 
     def along(self, axis: int) -> Kind:
         """The same along another axis."""
-        return Kind(self.source, Along(axis, max(self.size, 1) // self.source.number))
+        return Kind(self.source, Along(axis, max(self.size, 1) // self.source.length))
 
     def sizes(self) -> list[int]:
         """Sizes of the axis for other numbers of slices."""
-        n, step = self.source.number, self.kind.along.entries
-        return [step * number for number in (n + 1, n - 1, 2 * n, 3 * n, n // 2)]
+        n, step = self.source.length, self.kind.along.entries
+        return [step * length for length in (n + 1, n - 1, 2 * n, 3 * n, n // 2)]
 
 
 def of_leaves(arrays: Mapping[Path, Whole], tree: PyTree[Leaf]) -> list[Kind | None]:
@@ -105,7 +105,7 @@ class States(NamedTuple):
         """The slices of the leaves of a step: two trees like parameters, and others.
 
         An extra argument has slices if it is a tree like the parameters, too. A leaf of
-        an array's state may have none, whatever its shape. The errors, by the numbers
+        an array's state may have none, whatever its shape. The errors, by the indices
         of such leaves, are for those that the step changes by the array's slices.
         """
         kinds = [*of_leaves(self.arrays, tree), *self.of(state)]
@@ -133,7 +133,7 @@ class States(NamedTuple):
             structures.check_own_state(state, jax.eval_shape(self.init, self.whole))
             raise MixedSlicesError(
                 f"its init and the given state show no state of that "
-                f"{self.policy.whole} alone: in init make each array from its "
+                f"{self.policy.array} alone: in init make each array from its "
                 "parameter, by jax.tree.map"
             ) from error.__cause__
 
@@ -176,7 +176,7 @@ class States(NamedTuple):
         ours = {path: self.arrays[at] for path, at in owned.items() if at in changed}
         if any(own[path] != whole.shape for path, whole in ours.items()):
             raise MixedSlicesError(
-                f"its state is another one for a {self.policy.whole} of any other "
+                f"its state is another one for a {self.policy.array} of any other "
                 f"number of {self.policy.slice}s"
             )
         return {path: whole.kind for path, whole in ours.items()}
@@ -235,7 +235,7 @@ class States(NamedTuple):
             found[path] = error = self._refusal(
                 path, shape, fields[path], refused, is_owned=owner is not None
             )
-            if array is None and self.policy.is_numbered:
+            if array is None and self.policy.is_indexed:
                 continue  # It may be read, like a constant.
             if refused or array is None or shape != other or _may_have(array, shape):
                 raise error
@@ -253,7 +253,7 @@ class States(NamedTuple):
         """The error for a leaf: its classes refuse slices, or it has none."""
         of = refused[-1:] or [cls for cls, _ in fields[-1:]]
         where = " of ".join([jax.tree_util.keystr(path), *(cls.__name__ for cls in of)])
-        one, whole = self.policy.slice, self.policy.whole
+        one, whole = self.policy.slice, self.policy.array
         lacks = f"has no {one} for each {one} of the {whole}"
         hints = [mark_of(cls).hints.get(field) for cls, field in fields[-1:]]
         if not is_owned and not any(hints):
@@ -265,7 +265,7 @@ class States(NamedTuple):
 
 def _may_have(whole: Whole, shape: Shape) -> bool:
     """Whether there may be slices in a shape that is the same for another size."""
-    return whole.source.number > 1 and whole.size in shape
+    return whole.source.length > 1 and whole.size in shape
 
 
 def axes_that_differ(shape: Shape, other: Shape) -> list[int]:

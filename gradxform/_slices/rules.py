@@ -35,12 +35,12 @@ class Along(NamedTuple):
     axis: int
     entries: int = 1
 
-    def of(self, shape: Shape, number: int) -> Shape:
+    def of(self, shape: Shape, length: int) -> Shape:
         """The shape of an array that has another number of slices."""
-        return *shape[: self.axis], self.entries * number, *shape[self.axis + 1 :]
+        return *shape[: self.axis], self.entries * length, *shape[self.axis + 1 :]
 
 
-# (equation, number of an operand, its slices, how many) -> those of the result, or None
+# (equation, index of an operand, its slices, how many) -> those of the result, or None
 # if the operation mixes them, or if the operand is the same for each slice
 After: TypeAlias = Callable[["JaxprEqn", int, Along, int], Along | None]
 
@@ -76,28 +76,28 @@ def shape_of(x: Any) -> Shape:
 
 
 def _elementwise(
-    eqn: JaxprEqn, operand: int, along: Along, number: int
+    eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """An operand may have one entry along an axis, for all entries of the result."""
-    del number
+    del length
     shape, made = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     is_there = along.axis < len(made) and shape[along.axis] == made[along.axis]
     return along if is_there else None
 
 
-def _broadcast(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    del number
+def _broadcast(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    del length
     axis = eqn.params["broadcast_dimensions"][along.axis]
     sizes = shape_of(eqn.invars[operand])[along.axis], shape_of(eqn.outvars[0])[axis]
     return along._replace(axis=axis) if sizes[0] == sizes[1] else None
 
 
-def _transposed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del operand, number
+def _transposed(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del operand, length
     return along._replace(axis=eqn.params["permutation"].index(along.axis))
 
 
-def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _reshaped(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """The entries of each slice stay together, and in order.
 
     ``dimensions`` is the order in which the axes are read, as in Fortran's.
@@ -106,63 +106,63 @@ def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     axes = eqn.params["dimensions"] or tuple(range(len(shape)))
     in_front = math.prod(shape[a] for a in axes[: axes.index(along.axis)])
     for axis, size in enumerate(made):
-        if math.prod(made[:axis]) == in_front and size and not size % number:
-            return Along(axis, size // number)
+        if math.prod(made[:axis]) == in_front and size and not size % length:
+            return Along(axis, size // length)
     return None
 
 
 def _beside(
-    axes: str, eqn: JaxprEqn, operand: int, along: Along, number: int
+    axes: str, eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """The operation mixes entries along other axes, and may drop these.
 
     ``axes`` is the parameter with these axes.
     """
-    del number
+    del length
     own = eqn.params[axes]
     kept = _without(own if isinstance(own, tuple) else (own,), along)
     before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     return along if kept and len(before) == len(after) else kept
 
 
-def _in_front(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    del operand, number
+def _in_front(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    del operand, length
     return along if along.axis < len(shape_of(eqn.invars[0])) - 2 else None
 
 
 def _transformed(
-    eqn: JaxprEqn, operand: int, along: Along, number: int
+    eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """Fourier's transforms are along the last axes; axes in front are a batch."""
-    del number
+    del length
     first = len(shape_of(eqn.invars[operand])) - len(eqn.params["fft_lengths"])
     return along if along.axis < first else None
 
 
-def _cut(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _cut(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """The axis of the slices is left as it is."""
-    del number
+    del length
     axis, size = along.axis, shape_of(eqn.invars[operand])[along.axis]
     names = ("start_indices", "limit_indices", "strides")
     cut = [(eqn.params[name] or {axis: 1})[axis] for name in names]
     return along if cut == [0, size, 1] else None
 
 
-def _stacked(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del operand, number
+def _stacked(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del operand, length
     return along._replace(axis=along.axis + (eqn.params["axis"] <= along.axis))
 
 
-def _written(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _written(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """What is written has entries of each slice."""
-    del operand, number
+    del operand, length
     whole, part, *_ = map(shape_of, eqn.invars)
     return along if whole[along.axis] == part[along.axis] else None
 
 
-def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _read(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Each slice has its own indices, or each index reads of all slices."""
-    del number
+    del length
     size = shape_of(eqn.invars[operand])[along.axis]
     for axis, axes in enumerate(_axes(eqn, eqn.outvars[0])):
         if axes[operand] == along.axis and shape_of(eqn.outvars[0])[axis] == size:
@@ -170,9 +170,9 @@ def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | Non
     return None
 
 
-def _scattered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _scattered(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """The array, the indices and what is written have the same slices."""
-    del number
+    del length
     whole, _, part = map(shape_of, eqn.invars)
     for axis, axes in enumerate(_axes(eqn, eqn.invars[2])):
         is_it = (*axes, axis)[operand] == along.axis
@@ -193,16 +193,16 @@ def _axes(eqn: JaxprEqn, part: Any) -> list[tuple[int | None, int | None]]:
     ]
 
 
-def _scanned(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _scanned(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """A scan over slices, as ``jax.lax.map``, takes none of them to the next one."""
-    del number
+    del length
     constants, carry = versions.scan_lengths(eqn)
     is_alone = operand >= constants and not (carry or along.axis or eqn.effects)
     return along if is_alone else None
 
 
-def _reduced(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del operand, number
+def _reduced(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del operand, length
     return _without(eqn.params["axes"], along) or along._replace(axis=-1)
 
 
@@ -212,14 +212,14 @@ def _without(axes: tuple[int, ...], along: Along) -> Along | None:
     return along._replace(axis=along.axis - sum(a < along.axis for a in axes))
 
 
-def _padded(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _padded(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Entries may be added along other axes."""
-    del operand, number
+    del operand, length
     return None if any(eqn.params["padding_config"][along.axis]) else along
 
 
-def _multiplied(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del number
+def _multiplied(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del length
     contracted, batch = eqn.params["dimension_numbers"]
     ours, axis = contracted[operand], along.axis
     if axis in ours:
@@ -233,9 +233,9 @@ def _multiplied(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along
     return along._replace(axis=before)
 
 
-def _drawn(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
+def _drawn(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
     """An array of keys draws bits for each of them."""
-    del eqn, operand, number
+    del eqn, operand, length
     return along
 
 
@@ -266,9 +266,9 @@ RULES: dict[str, Rule] = {
 
 
 def after(
-    name: str, eqn: JaxprEqn, operand: int, along: Along, number: int
+    name: str, eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
-    """The slices of a result, from those of an operand that has ``number`` of them.
+    """The slices of a result, from those of an operand that has ``length`` of them.
 
     None: the operation mixes them, or nothing is known of it, or the operand is the
     same for each slice.
@@ -276,7 +276,7 @@ def after(
     rule = RULES.get(name)
     if rule is None or not rule.knows(eqn):
         return None
-    return rule.after(eqn, operand, along, number)
+    return rule.after(eqn, operand, along, length)
 
 
 def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:
@@ -285,20 +285,20 @@ def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:
     return name in versions.MAKES and not is_counted
 
 
-def resized(name: str, eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
+def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
     if name not in versions.OF_SHAPE:
         return eqn
-    shape: Any = along.of(shape_of(eqn.outvars[0]), number)
+    shape: Any = along.of(shape_of(eqn.outvars[0]), length)
     if name == Op.RANDOM_BITS:  # The keys have the first axes.
         shape = shape[len(shape_of(eqn.invars[0])) :]
     elif name == Op.SLICE:
-        shape = along.of(eqn.params["limit_indices"], number)
+        shape = along.of(eqn.params["limit_indices"], length)
     elif name == Op.SCAN:
         shape = shape[0]
     elif name == Op.GATHER:
         axis, index = _axes(eqn, eqn.outvars[0])[along.axis]
         shape = eqn.params["slice_sizes"]
         if axis is not None and index is None:
-            shape = along._replace(axis=axis).of(shape, number)
+            shape = along._replace(axis=axis).of(shape, length)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})

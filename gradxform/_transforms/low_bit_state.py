@@ -224,21 +224,21 @@ def _traced_state(
     """
     program = jax.make_jaxpr(init)(params)
     # With an argument in it, `jit` knows the devices.
-    last, number = constants.zero(params, jnp.float32), 0
+    last, end = constants.zero(params, jnp.float32), 0
     entries: list[tuple[_Scales, Leaf]] = []
     for x, axis in zip(maps.leaves(state), axes, strict=True):
-        number += len(jax.tree.leaves(x))
+        end += len(jax.tree.leaves(x))
         if axis is None:
             entries.append(_as_is(x))
             continue
         n, there = _blocks(x.shape[axis], block_size), jax.typeof(x).sharding
-        result = program.jaxpr.outvars[number - 1]
-        value = jaxprs.number_off_cpu(program.jaxpr, result)
+        result = program.jaxpr.outvars[end - 1]
+        value = jaxprs.constant_off_cpu(program.jaxpr, result)
         encode: Callable[[jax.Array], _Encoded]
         if not axis or x.ndim < 3 or there.spec[0]:
             encode = functools.partial(_encoded_after, x, axis, n)
         else:
-            make, used = jaxprs.result(program, number - 1, jax.tree.leaves(params))
+            make, used = jaxprs.result(program, end - 1, jax.tree.leaves(params))
             encode = functools.partial(
                 _encoded_by_layer, make, used, len(x), axis - 1, n
             )

@@ -230,12 +230,12 @@ def matching(
       default: for all other leaves.
     """
     pairs = zip(jax.tree.leaves_with_path(params), values, strict=True)
-    known = {path: (p.shape, value) for (path, p), value in pairs}
+    by_path = {path: (p.shape, value) for (path, p), value in pairs}
 
     def find(path: Path, x: Leaf) -> T:
         if not has_gradient(x) or isinstance(x, SparseLeaf):
             return default
-        shape, value = known.get(path, (None, default))
+        shape, value = by_path.get(path, (None, default))
         return value if shape == np.shape(x) else default
 
     return find

@@ -51,8 +51,8 @@ class Mark:
 def mark_of(kind: type) -> Mark:
     """The mark of a class of states; nothing is known of one without a mark."""
     is_of_optax = kind.__module__.partition(".")[0] == "optax"
-    known = OF_OPTAX if is_of_optax else {}
-    mark: Mark = getattr(kind, _MARK, known.get(kind.__name__, Mark()))
+    table = OF_OPTAX if is_of_optax else {}
+    mark: Mark = getattr(kind, _MARK, table.get(kind.__name__, Mark()))
     return mark
 
 

@@ -242,7 +242,7 @@ def wide():
 
 def kinds_of(p, given):
     """The kinds of the arguments, if so many slices are there."""
-    source = Source(p.number, given, is_whole=p.number == given == 1)
+    source = Source(p.number, given, is_complete=p.number == given == 1)
 
     def kind(name):
         axis = p.axes[name]
@@ -276,7 +276,7 @@ def by_slices(p, given, *, numbered):
     whole = slices.trace_whole(p.f, tuple(p.args.values()), along, few)
     # As by layers: nothing may add up slices.
     policy = Policy(
-        "slice", "array", ["random_bits"], lambda *_: None, is_numbered=numbered
+        "slice", "array", ["random_bits"], lambda *_: None, is_indexed=numbered
     )
 
     @jax.jit

@@ -143,6 +143,7 @@ def steps() -> None:
     params, held, loss = gx.minimize(loss_fn, tx)(params, held, x)
     assert_type(params, Params)
     assert_type(loss, jax.Array)
+    assert_type(gx.evaluate(loss_fn)(params, x), jax.Array)
     change, held, losses = gx.local_steps(loss_fn, tx)(params, held, x[None])
     assert_type(change, Params)
     assert_type(losses, jax.Array)
