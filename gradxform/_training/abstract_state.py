@@ -19,7 +19,9 @@ from gradxform._trees.types import Param, Path, PyTree, Shape
 _Place: TypeAlias = NamedSharding | SingleDeviceSharding
 
 
-def abstract_state(tx: optax.GradientTransformation, params: PyTree[Param]) -> PyTree:
+def abstract_state(
+    tx: optax.GradientTransformation, params: PyTree[Param]
+) -> optax.OptState:
     """What ``tx.init(params)`` makes, described with shardings; no array is made.
 
     An axis of the state is cut as that axis of its parameter with which it grows:
@@ -63,6 +65,10 @@ def abstract_state(tx: optax.GradientTransformation, params: PyTree[Param]) -> P
       ValueError: a parameter has no such sharding, or lies on another mesh or device
         than the first one, with its path; or there are no parameters.
       TypeError: ``tx`` is no transformation, or a parameter no array.
+
+    References:
+      JAX, `jax.ShapeDtypeStruct
+      <https://docs.jax.dev/en/latest/_autosummary/jax.ShapeDtypeStruct.html>`__.
 
     >>> import gradxform as gx, jax, jax.numpy as jnp, optax
     >>> from jax.sharding import NamedSharding, PartitionSpec as P
