@@ -34,9 +34,12 @@ def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any
 
     ``args`` are constants and then inputs, of any kind that the rule takes.
     """
+    from jax.extend.core import Literal
+
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     advance(jaxpr.eqns, env, rule)
-    return list(map(as_array, read(env, jaxpr.outvars), jaxpr.outvars))
+    pairs = [(x, x.val if isinstance(x, Literal) else env[x]) for x in jaxpr.outvars]
+    return [as_array(x, t) if isinstance(x, _CONSTANT) else x for t, x in pairs]
 
 
 def as_array(x: Any, of_type: Var | Literal) -> Any:
@@ -92,8 +95,11 @@ def advance(
     eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
 ) -> None:
     """Adds the results of some equations to the values of variables."""
+    from jax.extend.core import Literal
+
     for eqn in eqns:
-        inputs = read(env, eqn.invars)
+        # As `read` does. A call for each equation would be many.
+        inputs = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
         results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:
             results = versions.evaluate(eqn, inputs)
