@@ -12,9 +12,8 @@ import optax
 
 from gradxform._jax import versions
 from gradxform._trees import dtypes
-from gradxform._trees.types import (
-    T,
-)
+from gradxform._trees.extra_args import with_any_extra_args
+from gradxform._trees.types import T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
@@ -101,8 +100,7 @@ def to_end(value: Any, low: float, high: float) -> Any:  # As `in_range`.
     above = (x > high) & (x <= high + ROUNDING + eps * abs(high))
     if not (traced or np.any(below | above)):
         return value
-    x = xp.where(below, low, xp.where(above, high, x)).astype(x.dtype)
-    return x
+    return xp.where(below, low, xp.where(above, high, x)).astype(x.dtype)
 
 
 def is_real(value: object) -> bool:
@@ -203,6 +201,14 @@ def check_transformation(name: str, value: object) -> None:
             f"{name} must be an optax.GradientTransformation, with init and update, "
             f"got {value!r}."
         )
+
+
+def transformation(
+    name: str, value: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation, checked, which takes any extra argument."""
+    check_transformation(name, value)
+    return with_any_extra_args(value)
 
 
 def check_flags(**arguments: bool) -> None:

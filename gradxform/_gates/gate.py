@@ -30,7 +30,6 @@ from gradxform._jax import versions
 from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
 from gradxform._numbers.apply_updates import apply_updates
 from gradxform._trees import maps
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -119,14 +118,11 @@ def gate_of(tx: optax.GradientTransformation) -> Gate | None:
 
 
 def gate(
-    init: optax.TransformInitFn,
-    inner: optax.GradientTransformation,
-    decide: Decide,
+    init: optax.TransformInitFn, inner: optax.GradientTransformation, decide: Decide
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a transformation from what a gate decides about a push."""
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     versions.before_tracing()
-    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
         return init(params)

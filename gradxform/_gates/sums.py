@@ -133,7 +133,7 @@ class Accumulator:
                 "num_required", self.num_required, arguments.COUNTS, integer=True
             )
         arguments.check_one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
-        structures.check_state_dtype("accumulator_dtype", self.dtype, complex_too=True)
+        structures.check_state_dtype("accumulator_dtype", self.dtype)
 
     def gate(self) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
@@ -328,12 +328,8 @@ class Accumulator:
                 )
             total = _over_devices(self.names, total, n)
         # From here on all is dense: inner gets every row that any push held.
-        return maps.map_leaves(
-            lambda g, x: (
-                narrow(x, maps.gradient_dtype(g)) if maps.has_gradient(g) else x
-            ),
-            updates,
-            total,
+        return maps.map_updates(
+            lambda x, g: narrow(x, maps.gradient_dtype(g)), total, updates
         )
 
     def _parts(self, updates: optax.Updates) -> optax.Updates:

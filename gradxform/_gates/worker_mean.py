@@ -145,9 +145,7 @@ def worker_mean(
     """
     n = arguments.length("num_workers", num_workers, arguments.COUNTS)
     arguments.check_one_of("method", method, get_args(Method))
-    structures.check_state_dtype(
-        "accumulator_dtype", accumulator_dtype, complex_too=True
-    )
+    structures.check_state_dtype("accumulator_dtype", accumulator_dtype)
 
     def decide(
         updates: optax.Updates,

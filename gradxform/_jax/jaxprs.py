@@ -98,6 +98,7 @@ def advance(
     from jax.extend.core import Literal
 
     for eqn in eqns:
+        # As `read` does. A call for each equation would be many.
         inputs = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
         results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:

@@ -103,10 +103,7 @@ def squared_norms(
 
 
 def means(
-    tree: PyTree[Leaf],
-    *,
-    axis_name: AxisName = None,
-    stacked_axes: StackedAxes = None,
+    tree: PyTree[Leaf], *, axis_name: AxisName = None, stacked_axes: StackedAxes = None
 ) -> Layers:
     """The mean of the entries of each layer; layers as in :func:`squared_norms`.
 

@@ -19,7 +19,7 @@ from gradxform._slices.rules import Along, shape_of
 from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
 from gradxform._trees import dtypes, maps
 from gradxform._trees.maps import Field
-from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
+from gradxform._trees.placeholders import Placeholder, owned, state_for
 from gradxform._trees.states import mark_of
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
@@ -128,7 +128,7 @@ class States(NamedTuple):
             return Placeholder(path) if path in self.arrays else p
 
         try:
-            marks = owners(self.init, maps.map_with_path(mark, self.whole), state)
+            return owned(self.init, maps.map_with_path(mark, self.whole), state)
         except ValueError as error:
             structures.check_own_state(state, jax.eval_shape(self.init, self.whole))
             raise MixedSlicesError(
@@ -136,15 +136,6 @@ class States(NamedTuple):
                 f"{self.policy.array} alone: in init make each array from its "
                 "parameter, by jax.tree.map"
             ) from error.__cause__
-        owned: dict[Path, Path] = {}
-
-        def own(start: Path, mark: object, part: optax.OptState) -> None:
-            if isinstance(mark, Placeholder):
-                ends = jax.tree.leaves_with_path(part)
-                owned.update(((*start, *end), mark.path) for end, _ in ends)
-
-        jax.tree.map_with_path(own, marks, state, is_leaf=is_placeholder)
-        return owned
 
     def of(self, state: optax.OptState) -> list[Kind | MixedSlicesError | None]:
         """The slices of each leaf of a state, or that it has none.
@@ -203,9 +194,8 @@ class States(NamedTuple):
             shape = *shape[:axis], size, *shape[axis + 1 :]
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(p))
 
-        try:
-            other = jax.eval_shape(self.init, maps.map_with_path(describe, self.whole))
-        except Exception:  # An ``init`` may take no such size.
+        other = state_for(self.init, maps.map_with_path(describe, self.whole))
+        if other is None:
             return None
         before, after = (
             {

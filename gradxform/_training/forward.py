@@ -93,7 +93,7 @@ class Forward:
                 stacks[k], arrays[x.variable.index] = x.variable, x.array
         self.scanned.update(arrays)
         scan, body = Scan(eqn, stacks, set(), False), eqn.params["jaxpr"]
-        results, _, _ = layer_loop.forward(
+        results, _, _ = layer_loop.over_layers(
             scan,
             _operands(
                 eqn,

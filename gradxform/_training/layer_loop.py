@@ -19,7 +19,7 @@ from gradxform._training.step_leaves import ByIndex
 LayerIndices: TypeAlias = np.ndarray | jax.Array
 
 
-def forward(
+def over_layers(
     scan: Scan,
     inputs: Sequence[Any],
     stacks: ByIndex,
@@ -35,7 +35,7 @@ def forward(
     """
     num_consts, num_carry = scan.lengths
     start = num_consts + num_carry  # Of the inputs that the scan goes over.
-    load = functools.partial(read, scan)
+    load = functools.partial(read_layer, scan)
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
         (carry, stacks, ahead), (i, following, scanned) = carried, x
@@ -64,7 +64,7 @@ def forward(
     return [*last, *ys], stacks, carries
 
 
-def read(scan: Scan, stacks: ByIndex, i: jax.Array) -> ByIndex:
+def read_layer(scan: Scan, stacks: ByIndex, i: jax.Array) -> ByIndex:
     """Layer ``i`` of these stacks."""
     stacked = scan.stacked
     return {n: stacked[n].read(x, i) for n, x in stacks.items()}

@@ -87,7 +87,7 @@ class ScanPass:
             return wholes, {}
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
-        read = functools.partial(layer_loop.read, self.scan)
+        read = functools.partial(layer_loop.read_layer, self.scan)
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
             wholes, ahead, stacks, sums, of_carry = carried
@@ -265,7 +265,7 @@ def _scanned(
 ) -> ScanPass:
     """Adds the results of a scan to ``values``, what learns to ``active``."""
     inputs = scan.inputs(values)
-    results, stacks, carries = layer_loop.forward(
+    results, stacks, carries = layer_loop.over_layers(
         scan,
         inputs,
         {n: values[leaves[n]] for n in scan.stacked},

@@ -105,14 +105,14 @@ def with_bytes(f: Callable[..., T], *args: PyTree[Any]) -> T:
     They come whole in front of it, unless the compiler can take layers of them.
     """
 
-    def comes_whole(x: object) -> bool:
-        return host.is_on_host(x) and host.moves_whole_on_tpu(x)
+    def bring(x: Any) -> Any:  # Any leaf.
+        moves = host.is_on_host(x) and host.moves_whole_on_tpu(x)
+        return host.to_device(x) if moves else x
 
     def brought(*args: PyTree[Any]) -> T:
-        return f(
-            *maps.map_leaves(lambda x: host.to_device(x) if comes_whole(x) else x, args)
-        )
+        return f(*maps.map_leaves(bring, args))
 
-    if not any(map(comes_whole, jax.tree.leaves(args))):
+    there = filter(host.is_on_host, jax.tree.leaves(args))
+    if not any(map(host.moves_whole_on_tpu, there)):
         return f(*args)
     return compilers.on_tpu(brought, f)(*args)

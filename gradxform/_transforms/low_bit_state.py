@@ -19,7 +19,6 @@ from gradxform._devices import mesh
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.maps import Field
 from gradxform._trees.states import Mark, mark_of
 from gradxform._trees.types import Leaf, PyTree, T
@@ -141,12 +140,11 @@ def low_bit_state(
     [(4, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     arguments.length("bits", bits, "[8, 8]")
     block_size = arguments.length("block_size", block_size, f"[{_SHORTEST}, 65536]")
     min_size = arguments.length("min_size", min_size, arguments.COUNTS)
     arguments.length("block_axis", block_axis, "[-2, -1]")
-    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)

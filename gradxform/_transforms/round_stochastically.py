@@ -83,11 +83,9 @@ def round_stochastically(
 
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
         half.check_precision("round_stochastically", params)
-        return RoundStochasticallyState(
-            key=jax.random.key_data(jax.random.key(seed, impl=_KEYS))
-            + constants.zero(params, jnp.uint32),
-            count=constants.zero(params, jnp.int32),
-        )
+        key = jax.random.key_data(jax.random.key(seed, impl=_KEYS))
+        key += constants.zero(params, jnp.uint32)  # On the devices of the parameters.
+        return RoundStochasticallyState(key, constants.zero(params, jnp.int32))
 
     def update_fn(
         updates: optax.Updates,

@@ -65,12 +65,11 @@ def gates(
     state: optax.OptState, field: str | None = None
 ) -> list[tuple[Path, optax.OptState]]:
     """The states of the outermost gates, with this field, and the paths to them."""
-    return maps.nodes(
-        state,
-        lambda node: (
-            mark_of(type(node)).gate and (field is None or has_field(node, field))
-        ),
-    )
+
+    def is_gate(node: optax.OptState) -> bool:
+        return mark_of(type(node)).gate and (field is None or has_field(node, field))
+
+    return maps.nodes(state, is_gate)
 
 
 def needs(state: optax.OptState, name: str) -> bool:

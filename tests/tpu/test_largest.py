@@ -129,6 +129,38 @@ def test_a_new_state_needs_a_layer_of_room(name):
     assert room <= MOST.get(name, 0.15) * size(params)
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_come_and_go_a_layer_at_a_time(dtype):
+    """As the page on larger models makes them, and writes them to files."""
+    place = placed(jax.ShapeDtypeStruct((), jnp.int32), mesh("v5e:2x2")).sharding
+
+    def init_layer(key):
+        up, down = jax.random.normal(key, (2, 1024, 4096), dtype)
+        return {"up": up, "down": down.T}
+
+    def init(data):
+        keys = jax.random.split(jax.random.wrap_key_data(data), 16)
+        return jax.lax.map(lambda key: gx.on_host(init_layer(key)), keys)
+
+    def layer_of(stacks, i):
+        def part(x):
+            x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+            return jax.device_put(x, jax.memory.Space.Device)
+
+        return jax.tree.map(part, stacks)
+
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=place)
+    stacks = jax.eval_shape(init, key)
+    stacks = jax.tree.map(lambda x: x.update(sharding=place), stacks)
+    made = jax.jit(init).lower(key).compile().memory_analysis()
+    assert made.temp_size_in_bytes + made.output_size_in_bytes <= 0.14 * size(stacks)
+    i = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    written = jax.jit(layer_of).lower(gx.on_host(stacks), i).compile()
+    found = written.memory_analysis()
+    assert found.temp_size_in_bytes + found.output_size_in_bytes <= 0.07 * size(stacks)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", schedule.ON_HOST)

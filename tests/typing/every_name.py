@@ -135,6 +135,7 @@ def steps() -> None:
     params = assert_type(gx.on_host(params), Params)
     assert_type(gx.on_host(params["w"]), jax.Array)
     held = tx.init(params)
+    print(gx.abstract_state(tx, params))
     loss, grads = gx.value_and_grad(loss_fn)(params, x)
     assert_type(loss, jax.Array)
     assert_type(grads, Params)
