@@ -62,13 +62,7 @@ def step(model, numbers, sizes, axis_type, wrap, dtype=jnp.float32):
     }
     tx = muon(0.1, muon_weight_dimension_numbers=numbers)
 
-    def place(path, x):
-        named = [params[key.key] for key in path if getattr(key, "key", "") in params]
-        fits = [p.sharding for p in named if p.shape == x.shape]
-        there = fits[0] if fits else NamedSharding(mesh, P())
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there)
-
-    state = jax.tree.map_with_path(place, jax.eval_shape(tx.init, params))
+    state = gx.abstract_state(tx, params)
     if wrap:
         is_automatic = axis_type == AxisType.Auto
         shardings = {name: p.sharding for name, p in params.items()}

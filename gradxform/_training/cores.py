@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import jax
@@ -31,6 +32,7 @@ from gradxform._slices.slices import (
     Slices,
     Source,
 )
+from gradxform._training.placements import Names
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
@@ -45,7 +47,7 @@ _MOST = 8
 
 
 @dataclasses.dataclass(frozen=True)
-class Core:
+class MatrixCore:
     """Equations that make one array of another one, and of constants.
 
     Attributes:
@@ -143,7 +145,7 @@ class _Parts:
         return frozenset([number])
 
 
-class Update:
+class TracedUpdate:
     """A traced update, and where its operations on matrices are.
 
     Attributes:
@@ -197,15 +199,62 @@ class Update:
         yield from map(frozenset, reversed(members.values()))
 
     def _free(self) -> set[Var]:
-        found = {x for x in self.jaxpr.invars if math.prod(shape_of(x)) < _FEW}
-        found.update(self.jaxpr.constvars)
+        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < _FEW]
+        return self.made_of([*few, *self.jaxpr.constvars])
+
+    def made_of(self, given: Iterable[Var]) -> set[Var]:
+        """Some variables, and those that are made of such alone."""
+        found = set(given)
         for eqn in self.jaxpr.eqns:
             read = filter(jaxprs.is_variable, eqn.invars)
             if found.issuperset(read) and not eqn.effects:
                 found.update(eqn.outvars)
         return found
 
-    def core(self, part: Numbers) -> Core:
+    def descendants(self, given: Iterable[Var]) -> set[Var]:
+        """Some variables, and those that are made of one of them."""
+        found = set(given)
+        for eqn in self.jaxpr.eqns:
+            if jaxprs.among(eqn.invars, found):
+                found.update(eqn.outvars)
+        return found
+
+    def around(
+        self, given: Iterable[Var], reads: Iterable[Var]
+    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+        """The equations before some variables are known, and those after it.
+
+        They give the results, and what is read in between.
+        """
+        given = set(given)
+        others = [x for x in self.jaxpr.eqns if given.isdisjoint(x.outvars)]
+        eqns = jaxprs.needed(others, [*self.jaxpr.outvars, *reads])
+        later = self.descendants(given)
+        before = [eqn for eqn in eqns if later.isdisjoint(eqn.outvars)]
+        return before, [eqn for eqn in eqns if not later.isdisjoint(eqn.outvars)]
+
+    def names(
+        self,
+        names: Mapping[Var, Names],
+        found: Sequence[MatrixCore],
+        sizes: Mapping[str, int],
+    ) -> dict[Var, Names]:
+        """The mesh axes that cut each variable, as far as they are known.
+
+        Args:
+          names: those that cut arguments.
+          found: the cores; a result lies like the array.
+          sizes: those of the mesh axes.
+        """
+        known, made = dict(names), {core.makes: core.reads[0] for core in found}
+        for eqn in self.jaxpr.eqns:
+            known.update(_names_after(eqn, known, sizes))
+            for x in eqn.outvars:
+                if x in made and made[x] in known:
+                    known[x] = known[made[x]]
+        return known
+
+    def core(self, part: Numbers) -> MatrixCore:
         """The core with these equations.
 
         Raises:
@@ -221,7 +270,7 @@ class Update:
         if any(self.jaxpr.eqns[number].effects for number in grown):
             self._refuse(part, "has effects")
         grown, makes = self._forward(grown, results[0])
-        best: list[tuple[int, Core]] = []
+        best: list[tuple[int, MatrixCore]] = []
         for x, others in self._backward(grown):
             if shape_of(x) == shape_of(makes):
                 core = self._between(x, makes, others)
@@ -309,7 +358,7 @@ class Update:
             reads.update((x, None) for x in others if x not in self.free)
             total = sum(map(_nbytes, reads))
 
-    def _between(self, x: Var, makes: Var, part: Numbers) -> Core:
+    def _between(self, x: Var, makes: Var, part: Numbers) -> MatrixCore:
         """The core from an array to a result.
 
         It computes the numbers that it needs from arguments. So the programs of cores
@@ -338,10 +387,10 @@ class Update:
             jaxprs.advance(of_core, env)
             return env[makes]
 
-        return Core(reads, makes, _traced(run, *(y.aval for y in reads)))
+        return MatrixCore(reads, makes, _traced(run, *(y.aval for y in reads)))
 
 
-def matrices(core: Core) -> Matrices:
+def matrices(core: MatrixCore) -> Matrices:
     """The axes along which a core has matrices, and its program for one of them."""
     return _matrices(_Text(core.program))
 
@@ -428,6 +477,27 @@ def _mixed(*_: object) -> None:
 
 
 _POLICY = Policy("matrix", "array", [Op.RANDOM_BITS], _mixed)
+
+
+def _names_after(
+    eqn: Any, names: Mapping[Var, Names], sizes: Mapping[str, int]
+) -> dict[Var, Names]:
+    """The mesh axes that cut the results of an equation, as far as they are known."""
+    found = {x: list[tuple[str, ...]]([()] * len(shape_of(x))) for x in eqn.outvars}
+    for k, x in jaxprs.among(eqn.invars, names).items():
+        for axis, cutting in enumerate(names[x]):
+            if not cutting:
+                continue
+            number = math.prod(sizes[name] for name in cutting)
+            along = Along(axis, shape_of(x)[axis] // number)
+            after = rules.after(jaxprs.name_of(eqn), eqn, k, along, number)
+            if after is None or after.axis < 0:
+                continue
+            for cuts in found.values():
+                used = set(itertools.chain.from_iterable(cuts))
+                if after.axis < len(cuts) and used.isdisjoint(cutting):
+                    cuts[after.axis] = cutting
+    return {x: tuple(y) for x, y in found.items() if any(y)}
 
 
 def _union(known: Mapping[Var, Numbers], variables: Collection[Var]) -> Numbers:

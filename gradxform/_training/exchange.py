@@ -116,7 +116,7 @@ def on_whole(
     It gets the arrays and the constants. The results lie as the arrays do. The cuts
     give equal matrices, cut alike.
     """
-    specs, sizes = [placements.spec(cut.names) for cut in cuts], dict(mesh.shape)
+    specs, sizes = [placements.spec_of(cut.names) for cut in cuts], dict(mesh.shape)
 
     def local(
         arrays: Sequence[jax.Array], constants: Sequence[jax.Array]

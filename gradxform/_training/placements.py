@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -44,9 +44,7 @@ class Placements(NamedTuple):
     is_one_device: bool = False
 
 
-def of_leaves(
-    args: Args, shardings: Prefix[jax.sharding.Sharding] | None
-) -> Placements:
+def found(args: Args, shardings: Prefix[jax.sharding.Sharding] | None) -> Placements:
     """Where the leaves of a step lie.
 
     Raises:
@@ -56,7 +54,7 @@ def of_leaves(
     given = {} if shardings is None else _given(args, shardings)
     shapes = {path[1:]: np.shape(x) for path, x in jax.tree.leaves_with_path(args[:2])}
     types: dict[int, NamedSharding] = {}
-    found: dict[int, NamedSharding] = {}
+    places: dict[int, NamedSharding] = {}
     is_unknown = False
     for n, (path, x) in enumerate(jax.tree.leaves_with_path(args)):
         if not is_array(x):
@@ -78,14 +76,14 @@ def of_leaves(
         elif isinstance(x, jax.Array):
             sharding = x.sharding
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
-            found[n] = sharding
-    meshes = [x.mesh for x in (*types.values(), *found.values())]
+            places[n] = sharding
+    meshes = [x.mesh for x in (*types.values(), *places.values())]
     if (is_unknown and not given) or not meshes:
         is_one = jax.device_count() == 1 or not is_unknown or bool(given)
         return Placements(None, {}, {}, is_one)
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
-    names = {n: _names(x, ndims[n]) for n, x in found.items() if x.mesh.shape == sizes}
+    names = {n: _names(x, ndims[n]) for n, x in places.items() if x.mesh.shape == sizes}
     is_one = meshes[0].size == 1 and not types
     return Placements(meshes[0], names, types, is_one)
 
@@ -149,9 +147,9 @@ def _names(sharding: NamedSharding, ndim: int) -> Names:
     )
 
 
-def spec(names: Names) -> PartitionSpec:
+def spec_of(names: Sequence[Sequence[str]]) -> PartitionSpec:
     """The same for JAX."""
-    return PartitionSpec(*(each or None for each in names))
+    return PartitionSpec(*(tuple(each) or None for each in names))
 
 
 def is_array(x: object) -> bool:

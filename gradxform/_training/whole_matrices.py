@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,10 +19,9 @@ from jax.sharding import NamedSharding
 from gradxform._checks import arguments
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, versions
-from gradxform._slices import rules
-from gradxform._slices.rules import Along, shape_of
+from gradxform._slices.rules import shape_of
 from gradxform._training import cores, exchange, placements
-from gradxform._training.cores import Core, Matrices, NoCoreError
+from gradxform._training.cores import Matrices, MatrixCore, NoCoreError
 from gradxform._training.exchange import Cut
 from gradxform._training.placements import AnyMesh, Args, Names, Placements
 from gradxform._trees.extra_args import with_any_extra_args
@@ -119,11 +116,11 @@ def whole_matrices(
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
-        placed = placements.of_leaves(args, shardings)
+        placed = placements.found(args, shardings)
         if names := _manual_axes():
             _check_whole(inner, args, names)
         elif not placed.is_one_device:
-            step = Step.of(inner, args)
+            step = CutStep.of(inner, args)
             if step.update.parts:
                 return step.on(placed)
         return inner.update(updates, state, params, **extra)
@@ -135,12 +132,12 @@ class Group(NamedTuple):
     """Cores that do the same with equal matrices, which are cut alike."""
 
     matrices: Matrices
-    cores: list[Core]
+    cores: list[MatrixCore]
     cuts: list[Cut]
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class CutStep:
     """An update that is traced.
 
     Attributes:
@@ -154,12 +151,12 @@ class Step:
     leaves: Sequence[Any]
     given: Sequence[int]
     closed: ClosedJaxpr
-    update: cores.Update
+    update: cores.TracedUpdate
     structure: Any
     replaces: Sequence[int]
 
     @classmethod
-    def of(cls, inner: optax.GradientTransformationExtraArgs, args: Any) -> Step:
+    def of(cls, inner: optax.GradientTransformationExtraArgs, args: Any) -> CutStep:
         """Traces ``inner``, as if no array was cut."""
         leaves, treedef = jax.tree.flatten(args)
         given = [n for n, x in enumerate(leaves) if placements.is_array(x)]
@@ -181,7 +178,7 @@ class Step:
         replaces = [*range(start), *range(end, end + len(jax.tree.leaves(state)))]
         if structure != jax.tree.structure((updates, state)):
             replaces = [-1] * structure.num_leaves
-        update = cores.Update(closed.jaxpr)
+        update = cores.TracedUpdate(closed.jaxpr)
         return cls(leaves, given, closed, update, structure, replaces)
 
     def on(self, placed: Placements) -> tuple[optax.Updates, optax.OptState]:
@@ -189,14 +186,16 @@ class Step:
         if placed.mesh is None:
             raise ValueError(_UNKNOWN)
         arrays = [*self.closed.consts, *(self.leaves[n] for n in self.given)]
-        uncut, found = self._uncut(placed), list[Core]()
+        uncut, found = self._uncut(placed), list[MatrixCore]()
         for part in self.update.parts:
             try:
                 found.append(self.update.core(part))
             except NoCoreError as error:
                 if not uncut.issuperset(error.reads):
                     raise
-        names = self._names(found, placed, placed.mesh)
+        pairs = [*zip(self.closed.jaxpr.invars, self.given, strict=True)]
+        names = {x: placed.names[n] for x, n in pairs if n in placed.names}
+        names = self.update.names(names, found, placed.mesh.shape)
         groups = self._groups(found, names)
         run = functools.partial(self.run, groups=groups)
         if placed.types:
@@ -206,20 +205,9 @@ class Step:
             results = run(arrays, mesh=placed.mesh)
         return jax.tree.unflatten(self.structure, results)
 
-    def _names(
-        self, found: Sequence[Core], placed: Placements, mesh: AnyMesh
-    ) -> dict[Var, Names]:
-        """The mesh axes that cut each variable, as far as they are known."""
-        jaxpr, made = self.closed.jaxpr, {core.makes: core.reads[0] for core in found}
-        pairs = zip(jaxpr.invars, self.given, strict=True)
-        names = {x: placed.names[n] for x, n in pairs if n in placed.names}
-        for eqn in jaxpr.eqns:
-            names.update(_names_after(eqn, names, mesh))
-            for x in made.keys() & {*eqn.outvars}:
-                names[x] = names.get(made[x], ())
-        return names
-
-    def _groups(self, found: Sequence[Core], names: Mapping[Var, Names]) -> list[Group]:
+    def _groups(
+        self, found: Sequence[MatrixCore], names: Mapping[Var, Names]
+    ) -> list[Group]:
         """Equal cores."""
         consts = zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)
         values = {x: _value(y) for x, y in consts}
@@ -240,12 +228,8 @@ class Step:
         """The variables that are known to be whole on each device."""
         jaxpr = self.closed.jaxpr
         pairs = zip(jaxpr.invars, self.given, strict=True)
-        found = {x for x, n in pairs if not any(placed.names.get(n, [True]))}
-        found = found.union(jaxpr.constvars, self.update.free)
-        for eqn in jaxpr.eqns:
-            if found.issuperset(filter(jaxprs.is_variable, eqn.invars)):
-                found.update(eqn.outvars)
-        return found
+        uncut = [x for x, n in pairs if not any(placed.names.get(n, [True]))]
+        return self.update.made_of([*uncut, *self.update.free])
 
     def _typed(
         self,
@@ -261,16 +245,17 @@ class Step:
         """
         jaxpr, mesh = self.closed.jaxpr, next(iter(types.values())).mesh
         env = self._env(arrays)
-        typed = {x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes}
-        for eqn in jaxpr.eqns:
-            if jaxprs.among(eqn.invars, typed):
-                typed.update(eqn.outvars)
-        outside = [eqn for eqn in jaxpr.eqns if typed.isdisjoint(eqn.outvars)]
-        jaxprs.advance(jaxprs.needed(outside, jaxpr.outvars), env)
+        explicit = mesh.explicit_axes
+        typed = self.update.descendants(
+            x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes
+        )
+        outside, _ = self.update.around(typed, ())
+        jaxprs.advance(outside, env)
         shardings: dict[int, NamedSharding] = {}
         for k, x in jaxprs.among(jaxpr.outvars, typed).items():
             replaced = self.replaces[k]
-            shardings[k] = NamedSharding(mesh, placements.spec(names.get(x, ())))
+            cuts = [[n for n in each if n in explicit] for each in names.get(x, ())]
+            shardings[k] = NamedSharding(mesh, placements.spec_of(cuts))
             if replaced in types and self.leaves[replaced].shape == shape_of(x):
                 shardings[k] = types[replaced]
 
@@ -279,7 +264,7 @@ class Step:
             return [results[k] for k in shardings]
 
         # Without `jit` it would take only arrays that all lie on the mesh.
-        places, axes = [*shardings.values()], mesh.explicit_axes
+        places, axes = [*shardings.values()], explicit
         inside = jax.jit(jax.sharding.auto_axes(inside, axes=axes, out_sharding=places))
         with jax.disable_jit(False):
             found = dict(zip(shardings, inside(*arrays), strict=True))
@@ -298,19 +283,16 @@ class Step:
     ) -> list[jax.Array]:
         """The results, with groups one after another."""
         jaxpr, env = self.closed.jaxpr, self._env(arrays)
-        made = {core.makes for group in groups for core in group.cores}
-        reads = [x for group in groups for core in group.cores for x in core.reads]
-        others = [eqn for eqn in jaxpr.eqns if made.isdisjoint(eqn.outvars)]
-        eqns = jaxprs.needed(others, [*jaxpr.outvars, *reads])
-        later = set(made)
-        for eqn in eqns:
-            if jaxprs.among(eqn.invars, later):
-                later.update(eqn.outvars)
-        jaxprs.advance([eqn for eqn in eqns if later.isdisjoint(eqn.outvars)], env)
+        of_groups = [core for group in groups for core in group.cores]
+        before, after = self.update.around(
+            [core.makes for core in of_groups],
+            [x for core in of_groups for x in core.reads],
+        )
+        jaxprs.advance(before, env)
         last: list[jax.Array] = []
         for group in groups:
             last = _run_group(group, env, last, mesh)
-        jaxprs.advance([eqn for eqn in eqns if not later.isdisjoint(eqn.outvars)], env)
+        jaxprs.advance(after, env)
         return jaxprs.read(env, jaxpr.outvars)
 
 
@@ -333,27 +315,6 @@ def _run_group(
     results = on_whole(arrays, constants)
     env.update((core.makes, y) for core, y in zip(group.cores, results, strict=True))
     return results
-
-
-def _names_after(
-    eqn: Any, names: Mapping[Var, Names], mesh: AnyMesh
-) -> dict[Var, Names]:
-    """The mesh axes that cut the results of an equation, as far as they are known."""
-    found = {x: list[tuple[str, ...]]([()] * len(shape_of(x))) for x in eqn.outvars}
-    for k, x in jaxprs.among(eqn.invars, names).items():
-        for axis, cutting in enumerate(names[x]):
-            if not cutting:
-                continue
-            number = math.prod(mesh.shape[name] for name in cutting)
-            along = Along(axis, shape_of(x)[axis] // number)
-            after = rules.after(jaxprs.name_of(eqn), eqn, k, along, number)
-            if after is None or after.axis < 0:
-                continue
-            for cuts in found.values():
-                used = set(itertools.chain.from_iterable(cuts))
-                if after.axis < len(cuts) and used.isdisjoint(cutting):
-                    cuts[after.axis] = cutting
-    return {x: tuple(y) for x, y in found.items() if any(y)}
 
 
 def _uncut(x: Any) -> jax.ShapeDtypeStruct:

@@ -59,16 +59,10 @@ def places(specs, on):
     )
 
 
-def placed_state(state, params, on):
-    """A state of which each part like a parameter lies like it."""
-    known = jax.tree.leaves_with_path(params)
-
-    def put(path, x):
-        like = [p for at, p in known if path[-len(at) or len(path) :] == at]
-        fits = [p.sharding for p in like if p.shape == np.shape(x)]
-        return jax.device_put(x, fits[0] if fits else NamedSharding(on, P()))
-
-    return jax.tree.map_with_path(put, state)
+def placed_state(tx, params, state):
+    """A state where it belongs."""
+    there = jax.tree.map(lambda x: x.sharding, gx.abstract_state(tx, params))
+    return jax.device_put(state, there)
 
 
 def step_of(tx):
@@ -114,7 +108,7 @@ def on_mesh(tx, shapes, specs, sizes=(8,), axis_type=AxisType.Auto, dtype=jnp.fl
     wrapped = gx.whole_matrices(tx, where if is_automatic else None)
     params = jax.device_put(draw(shapes, dtype=dtype), where)
     with jax.set_mesh(on):
-        state = placed_state(jax.jit(tx.init)(draw(shapes, dtype=dtype)), params, on)
+        state = placed_state(tx, params, jax.jit(tx.init)(draw(shapes, dtype=dtype)))
         pushes = [
             jax.device_put(draw(shapes, seed, dtype), where) for seed in (1, 2, 3)
         ]
@@ -443,7 +437,7 @@ def test_wrappers_around(name):
     params, pushes = draw(TWO[0]), [draw(TWO[0], seed) for seed in (1, 2, 3)]
     expected, _ = run(tx, params, pushes, tx.init(params))
     placed = jax.device_put((params, pushes), (where, [where] * 3))
-    state = placed_state(jax.jit(tx.init)(params), placed[0], on)
+    state = placed_state(tx, placed[0], jax.jit(tx.init)(params))
     actual, program = run(ours, *placed, state)
     close(actual, expected)
     assert collectives(program)[0]["all-to-all"] == 2
@@ -643,7 +637,7 @@ def small(request):
     tx = gx.whole_matrices(muon(0.1), where if is_automatic else None)
     plain = draw(TWO[0])
     params = jax.device_put(plain, where)
-    state = placed_state(tx.init(plain), params, on)
+    state = placed_state(tx, params, tx.init(plain))
     with jax.set_mesh(on):
         yield tx, params, state, plain
 
@@ -761,7 +755,7 @@ def test_a_state_goes_on_elsewhere():
         where = places({"w": spec, "b": P()}, on)
         ours = gx.whole_matrices(tx, where)
         params = jax.device_put(now[0], where)
-        state = placed_state(now[1], params, on)
+        state = placed_state(tx, params, now[1])
         step = jax.jit(step_of(ours))
         now = jax.device_get(step(params, state, jax.device_put(g, where)))
     now = jax.jit(step_of(tx))(*now, grads[2])
@@ -796,7 +790,7 @@ def core_of(f, *shapes):
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     with cores.tracing():
         jaxpr = jax.make_jaxpr(f)(*types).jaxpr
-    update = cores.Update(jaxpr)
+    update = cores.TracedUpdate(jaxpr)
     (part,) = update.parts
     core = update.core(part)
     number = [k for k, x in enumerate(jaxpr.invars) if x is core.reads[0]]
@@ -858,3 +852,24 @@ def test_a_state_lies_like_its_parameter():
     tx = optax.GradientTransformation(optax.tree.zeros_like, of_momentum)
     shapes, specs = {"w": (M, N), "v": (M, N)}, {"w": ROWS, "v": ROWS}
     check(tx, shapes, specs, moved=2 / 8 * 8 / 2, groups=2)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said", "not said"])
+def test_an_axis_of_each_kind(said):
+    """Types name the explicit axis alone."""
+    on = jax.make_mesh((4, 2), ("x", "y"), axis_types=(*TYPES[::-1],))
+    where = places({"w": P("x", "y"), "v": P("x", "y"), "b": P()}, on)
+    plain, tx = draw(TWO[0]), muon(0.1)
+    params = jax.device_put(plain, where)
+    ours = gx.whole_matrices(tx, where if said else None)
+    args = params, tx.init(plain), params
+    if not said:
+        with pytest.raises(ValueError, match="needs shardings here"):
+            jax.eval_shape(ours.update, *args)
+        return
+    update = jax.jit(ours.update)
+    updates, _ = update(*args)
+    close(jax.device_get(updates), expected_updates(plain))
+    assert jax.typeof(updates["w"]).sharding.spec == P("x", None)
+    kinds, _ = collectives(update.lower(*args).compile())
+    assert kinds == {"all-to-all": 2}
