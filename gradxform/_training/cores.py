@@ -269,20 +269,28 @@ class TracedUpdate:
             grown |= {number}
         if any(self.jaxpr.eqns[number].effects for number in grown):
             self._refuse(part, "has effects")
-        grown, makes = self._forward(grown, results[0])
+        for others, makes in self._forward(grown, results[0]):
+            found = self._ending(others, makes)
+            if found:
+                return found
+        shapes = ", ".join(map(_described, self._reads(part)))
+        self._refuse(part, f"makes {_described(results[0])} of {shapes or 'none'}")
+
+    def _ending(self, part: Numbers, makes: Var) -> MatrixCore | None:
+        """The core that ends with this result: where it reads least, of most matrices.
+
+        Of equal ones it is the largest.
+        """
         best: list[tuple[int, MatrixCore]] = []
-        for x, others in self._backward(grown):
+        for x, others in self._backward(part):
             if shape_of(x) == shape_of(makes):
                 core = self._between(x, makes, others)
                 length = math.prod(shape_of(x)[axis] for axis in matrices(core).axes)
                 if best and _nbytes(x) < _nbytes(best[0][1].reads[0]):
                     best = []
                 best.append((length, core))
-        if not best:
-            shapes = ", ".join(map(_described, self._reads(part)))
-            self._refuse(part, f"makes {_described(makes)} of {shapes or 'none'}")
-        most = max(length for length, _ in best)
-        return [core for length, core in best if length == most][-1]
+        most = max((length for length, _ in best), default=0)
+        return next((x for length, x in reversed(best) if length == most), None)
 
     def _refuse(self, part: Numbers, why: str) -> NoReturn:
         eqn = self.jaxpr.eqns[min(part)]
@@ -290,9 +298,9 @@ class TracedUpdate:
         if jaxprs.name_of(eqn) == Op.COND:
             hint = "Put gates, and all that decides, around whole_matrices"
         raise NoCoreError(
-            "whole_matrices runs what makes one array of one other of its shape, as "
-            f"Muon does, but {jaxprs.place(eqn)} {why}. {hint}, or have the arrays "
-            "whole on each device.",
+            "whole_matrices takes an update that makes one array of one other of its "
+            f"shape, as Muon does, but {jaxprs.place(eqn)} {why}. {hint}, or have the "
+            "arrays whole on each device.",
             self._reads(part),
         )
 
@@ -319,15 +327,14 @@ class TracedUpdate:
                 return number
         return None
 
-    def _forward(self, part: Numbers, x: Var) -> tuple[Numbers, Var]:
+    def _forward(self, part: Numbers, x: Var) -> list[tuple[Numbers, Var]]:
         """With operations after the result that keep its size, and read nothing else.
 
-        They end where the result has the fewest bytes, as late as possible.
+        First where the result has the fewest bytes, as late as possible.
         """
-        grown, best = part, (part, x)
+        grown, found = part, [(part, x)]
         while len(readers := self.read_by.get(x, [])) == 1 and readers[0] >= 0:
-            number = readers[0]
-            eqn = self.jaxpr.eqns[number]
+            eqn = self.jaxpr.eqns[readers[0]]
             operands = [*filter(jaxprs.is_variable, eqn.invars)]
             is_alone = len(operands) == len(eqn.outvars) == 1 and not eqn.effects
             if not is_alone or jaxprs.name_of(eqn) not in rules.RULES:
@@ -335,10 +342,9 @@ class TracedUpdate:
             (new,) = eqn.outvars
             if math.prod(shape_of(new)) != math.prod(shape_of(x)):
                 break
-            grown, x = grown | {number}, new
-            if _nbytes(x) <= _nbytes(best[1]):
-                best = grown, x
-        return best
+            grown, x = grown | {readers[0]}, new
+            found.append((grown, x))
+        return sorted(found[::-1], key=lambda end: _nbytes(end[1]))
 
     def _backward(self, part: Numbers) -> Iterator[tuple[Var, Numbers]]:
         """One array that gives the result, with equations; then ones before it."""

@@ -810,6 +810,27 @@ def test_a_core_begins_where_it_reads_least():
     assert number == 0
 
 
+@pytest.mark.parametrize("casts_first", [True, False])
+def test_casts_and_reshapes_in_any_order(casts_first):
+    """What travels has 16 bits."""
+
+    def half(x):
+        return x.astype(jnp.bfloat16)
+
+    def f(x):
+        x = half(x)[None] if casts_first else half(x[None])
+        x = jax.vmap(newton_schulz)(x)
+        return x.astype(jnp.float32)[0] if not casts_first else x[0].astype("float32")
+
+    def other(x):
+        x = half(x[None]) if casts_first else half(x)[None]
+        return jax.vmap(newton_schulz)(x)[0].astype(jnp.float32)
+
+    for function in (f, other):
+        core, _ = core_of(function, (M, N))
+        assert core.reads[0].aval.dtype == core.makes.aval.dtype == jnp.bfloat16
+
+
 def test_a_core_keeps_its_matrices_apart():
     """A norm over all layers stays outside of it, one of each layer is inside."""
 
