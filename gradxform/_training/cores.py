@@ -343,8 +343,8 @@ class TracedUpdate:
             if math.prod(shape_of(new)) != math.prod(shape_of(x)):
                 break
             grown, x = grown | {readers[0]}, new
-            found.append((grown, x))
-        return sorted(found[::-1], key=lambda end: _nbytes(end[1]))
+            found = [(grown, x), *found]
+        return sorted(found, key=lambda end: _nbytes(end[1]))
 
     def _backward(self, part: Numbers) -> Iterator[tuple[Var, Numbers]]:
         """One array that gives the result, with equations; then ones before it."""
@@ -370,14 +370,7 @@ class TracedUpdate:
         It computes the numbers that it needs from arguments. So the programs of cores
         that do the same are the same.
         """
-        eqns, made = self.jaxpr.eqns, {x}
-        chosen = set[int]()
-        for number in sorted(part):
-            if x not in eqns[number].outvars and jaxprs.among(
-                eqns[number].invars, made
-            ):
-                chosen.add(number)
-                made.update(eqns[number].outvars)
+        eqns, chosen = self.jaxpr.eqns, set(part)
         waiting = [*jaxprs.variables_read(eqns[n] for n in chosen)]
         while waiting:
             number = self.made_by.get(y := waiting.pop(), -1)
