@@ -728,6 +728,8 @@ def test_no_gradient_and_no_parameters(small):
 def test_inside_shard_map(small):
     tx, params, state, plain = small
     on = params["w"].sharding.mesh
+    if jax.__version_info__ < (0, 8) and on.axis_types == (AxisType.Explicit,):
+        pytest.skip("there the indices in optax's own Muon need a type")
     every = jax.device_put((plain, tx.init(plain)), NamedSharding(on, P()))
     over = functools.partial(jax.shard_map, mesh=on, out_specs=P())
     update = jax.jit(over(tx.update, in_specs=(P(), P(), P())))
