@@ -119,10 +119,12 @@ def is_of_matrices(eqn: JaxprEqn) -> bool:
         pairs = zip(eqn.invars, contracted, batch, strict=True)
         free = [len(shape_of(x)) - len(c) - len(b) for x, c, b in pairs]
         return bool(contracted[0]) and all(free)
-    inside = jaxprs.inside(eqn)
-    return name in versions.OF_MATRICES or any(
-        is_of_matrices(other) for jaxpr in inside for other in jaxpr.eqns
-    )
+    return name in versions.OF_MATRICES or any(map(has_matrices, jaxprs.inside(eqn)))
+
+
+def has_matrices(jaxpr: Jaxpr) -> bool:
+    """Whether there are operations that need whole matrices."""
+    return any(map(is_of_matrices, jaxpr.eqns))
 
 
 class _Parts:

@@ -344,7 +344,7 @@ def _check_whole(
     )
     if is_part:
         program = jax.make_jaxpr(lambda: inner.update(updates, state, params, **extra))
-        if any(map(cores.is_of_matrices, program().jaxpr.eqns)):
+        if cores.has_matrices(program().jaxpr):
             raise ValueError(
                 "whole_matrices is inside of jax.shard_map, where a device sees only "
                 f"its part over {', '.join(names)}: call update outside of shard_map."
