@@ -15,6 +15,12 @@ what was measured: the losses, the median time of a step, the device's own peak,
 tokens a second. ``--compiler-options xla_gpu_enable_latency_hiding_scheduler=true``
 compiles the step with options of XLA.
 
+``--check`` asks whether the compiler is right, on the device that is there. It trains
+by layers with arrays on the host, and again with all of them on the device. It compares
+the losses, those of ``gradxform.evaluate``, and what each layer learned. It says that
+they are equal, or by how much they differ, and ends with 1 if one of them is wrong. Run
+it after an upgrade of JAX or of a driver. So many ``--layers`` must fit the device.
+
 - parameters: in billions.
 - chip GiB: what the step needs on the chip: parameters, state and temporaries.
 - host GiB: what it keeps in the host's memory.
@@ -38,6 +44,7 @@ import os
 import pathlib
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -329,25 +336,36 @@ def numbered(tree):
     return jax.tree.unflatten(structure, range(len(leaves)))
 
 
-def run(training, layers, sequences, steps, options):
-    """Trains a model on the device that is there: what was measured."""
+def drawn_model(training, layers, sequences):
+    """Parameters and tokens of a training, on the device that is there."""
     device = jax.devices()[0]
     place = jax.sharding.SingleDeviceSharding(device)
     model = transformer(layers, **MODEL, dtype=jnp.dtype(training.dtype))
     model = jax.tree.map(lambda x: x.update(sharding=place), model)
     model = gx.on_host(model) if training.params_too else model
-    start = time.perf_counter()
     keys = jax.tree.map(jax.random.key, numbered(model))
     params = jax.jit(lambda keys: jax.tree.map(drawn, model, keys))(keys)
     params = jax.device_put(params, jax.tree.map(lambda x: x.sharding, model))
-    init = training.tx.init
-    make = (lambda p: gx.on_host(init(p))) if training.on_host else init
-    state = jax.block_until_ready(jax.jit(make)(params))
-    made = time.perf_counter() - start
     tokens = jax.random.randint(
         jax.random.key(1), (sequences, LENGTH), 0, MODEL["vocabulary"]
     )
-    tokens = jax.device_put(tokens, device)
+    return params, jax.device_put(tokens, device)
+
+
+def state_of(training, params):
+    """The state of a training, on the host or on the device."""
+    init = training.tx.init
+    make = (lambda p: gx.on_host(init(p))) if training.on_host else init
+    return jax.block_until_ready(jax.jit(make)(params))
+
+
+def run(training, layers, sequences, steps, options):
+    """Trains a model on the device that is there: what was measured."""
+    device = jax.devices()[0]
+    start = time.perf_counter()
+    params, tokens = drawn_model(training, layers, sequences)
+    state = state_of(training, params)
+    seconds_to_make = time.perf_counter() - start
     lowered = step_of(training).lower(params, state, tokens)
     step = lowered.compile(compiler_options=options)
     number = sum(x.size for x in jax.tree.leaves(params))
@@ -364,7 +382,7 @@ def run(training, layers, sequences, steps, options):
         "device": device.device_kind,
         "parameters": round(number / 1e9, 2),
         "losses": ", ".join(f"{x:.4f}" for x in losses),
-        "make s": round(made, 1),
+        "make s": round(seconds_to_make, 1),
         "ms": round(1e3 * seconds),
         "peak GiB": peak and round(peak / 2**30, 2),
         "host GiB": round(on_host / 2**30, 2),
@@ -373,10 +391,11 @@ def run(training, layers, sequences, steps, options):
 
 
 def main():
-    """Prints the table of a machine, draws one, or trains a model."""
+    """Prints the table of a machine, draws one, trains a model, or checks a device."""
     parser = arguments(__doc__)
     parser.add_argument("--machine", default="v5e", choices=MACHINES)
     parser.add_argument("--run", choices=TRAININGS)
+    parser.add_argument("--check", action="store_true")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
@@ -395,6 +414,19 @@ def main():
     names = [options.run] if options.run else options.only
     if small_tiles := all(TRAININGS[name].small_tiles for name in names):
         set_small_tiles()
+    if options.check:
+        from benchmarks import host_check
+
+        names = [name for name in names if TRAININGS[name].on_host]
+        rows = [
+            {"name": name}
+            | host_check.check(
+                TRAININGS[name], options.layers, options.sequences, options.steps
+            )
+            for name in names
+        ]
+        report("arrays on the host, and on the device", rows, options.json)
+        sys.exit(not all(line["is"] == "right" for line in rows))
     if options.run:
         given = dict(pair.split("=", 1) for pair in options.compiler_options)
         measured = run(

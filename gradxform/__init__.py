@@ -79,8 +79,10 @@ from gradxform._rows.lazy import lazy as lazy
 from gradxform._rows.lookup import lookup as lookup
 from gradxform._rows.lookup import value_and_grad as value_and_grad
 from gradxform._rows.table_rows import TableRows as TableRows
+from gradxform._training.abstract_state import abstract_state as abstract_state
 from gradxform._training.apply import apply_gradients as apply_gradients
 from gradxform._training.apply import minimize as minimize
+from gradxform._training.evaluate import evaluate as evaluate
 from gradxform._training.local_steps import local_steps as local_steps
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad

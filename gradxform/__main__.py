@@ -25,14 +25,7 @@ import optax
 import gradxform as gx
 from gradxform import engines
 from gradxform._demo import report
-from gradxform._demo.command_line import (
-    Options,
-    fail,
-    interrupt,
-    loaded,
-    parse,
-    say,
-)
+from gradxform._demo.command_line import Options, fail, interrupt, loaded, parse, say
 from gradxform._demo.digits import Digits, Gradient, Model, build_model, load_digits
 from gradxform._server.extras import require
 

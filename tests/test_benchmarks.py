@@ -14,9 +14,12 @@ import pytest
 
 import gradxform as gx
 from benchmarks import compile as compile_benchmark
-from benchmarks import compilers, largest, measure, models, schedule, step
+from benchmarks import compilers, host_check, largest, measure, models, schedule, step
 from benchmarks.__main__ import main, programs
 from benchmarks.models import small_leaves, tree
+from gradxform._devices import host
+from gradxform._devices.stacked import Stacked
+from tests.training.losses import OLD
 
 
 @pytest.mark.parametrize(
@@ -107,6 +110,57 @@ def test_the_search_ends_at_the_largest_that_fits(memory, first):
     found = largest.largest(need, memory, first)
     assert found == max(n for n in range(400) if n == 0 or need(n) <= memory)
     assert len(asked) - 399 <= 8  # Each costs a minute.
+
+
+def wrong_layer(read):
+    """Reads each layer of an array on the host from the next layer's place."""
+
+    def of_next(self, x, i):
+        return read(self, x, (i + host.is_on_host(x)) % self.length)
+
+    return of_next
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(OLD, reason="no result stays in the host's memory")
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_check_finds_a_layer_from_a_wrong_place(monkeypatch, is_wrong, capsys):
+    monkeypatch.setattr(largest, "MODEL", {"width": 128, "vocabulary": 128})
+    monkeypatch.setattr(largest, "LENGTH", 16)
+    name = "layers, all of it on the host"
+    command = ["largest", "--check", "--only", name, "--layers", "3", "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    if is_wrong:
+        monkeypatch.setattr(Stacked, "read", wrong_layer(Stacked.read))
+    with pytest.raises(SystemExit) as ended:
+        largest.main()
+    assert ended.value.code == is_wrong
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith(name)
+    assert lines[2].split()[-1] == ("WRONG" if is_wrong else "right")
+    assert ("are equal" in lines[2]) == (not is_wrong)
+
+
+def test_a_check_says_where_a_layer_differs():
+    before = {"layers": {"w": np.zeros((3, 2))}, "norm": np.ones(2)}
+    after = {"layers": {"w": np.ones((3, 2))}, "norm": 2 * np.ones(2)}
+    wrong = {"layers": {"w": np.ones((3, 2))}, "norm": 2 * np.ones(2)}
+    wrong["layers"]["w"][1] = 1, 3
+    losses = np.array([2.0, 1.0])
+    one = host_check.Trained(losses, before, wrong)
+    other = host_check.Trained(losses * [1, 2], before, after)
+    found = host_check.differences(one, other, ["layers"])
+    assert found == {
+        "the losses": 0.5,
+        "layers/w, layer 0": 0,
+        "layers/w, layer 1": pytest.approx(2 / 2**0.5),
+        "layers/w, layer 2": 0,
+        "norm": 0,
+    }
+    # Nothing learned, so there is nothing to divide by.
+    found = host_check.differences(one, other._replace(after=before), ["layers"])
+    assert (found["layers/w, layer 2"], found["norm"]) == (1, 1)
 
 
 # One layer has 32 MB, the other 64 MB. In the compiler's text a number of cycles stands

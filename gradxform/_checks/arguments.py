@@ -12,9 +12,8 @@ import optax
 
 from gradxform._jax import versions
 from gradxform._trees import dtypes
-from gradxform._trees.types import (
-    T,
-)
+from gradxform._trees.extra_args import with_any_extra_args
+from gradxform._trees.types import T
 
 COUNTS = f"[1, {np.iinfo(np.int32).max}]"  # For counts, which are int32 on devices.
 _REAL = (jnp.floating, jnp.integer)
@@ -95,14 +94,13 @@ def to_end(value: Any, low: float, high: float) -> Any:  # As `in_range`.
     if not jnp.issubdtype(dtypes.dtype_of(value), jnp.floating):
         return value
     traced = isinstance(value, jax.core.Tracer)
-    x, own = (value, jnp) if traced else (np.asarray(value), np)
+    x, xp = (value, jnp) if traced else (np.asarray(value), np)
     eps = float(jnp.finfo(x.dtype).eps)  # An end such as 1/3 is rounded itself.
     below = (x < low) & (x >= low - ROUNDING - eps * abs(low))
     above = (x > high) & (x <= high + ROUNDING + eps * abs(high))
     if not (traced or np.any(below | above)):
         return value
-    x = own.where(below, low, own.where(above, high, x)).astype(x.dtype)
-    return x
+    return xp.where(below, low, xp.where(above, high, x)).astype(x.dtype)
 
 
 def is_real(value: object) -> bool:
@@ -110,7 +108,7 @@ def is_real(value: object) -> bool:
     return any(jnp.issubdtype(dtypes.dtype_of(value), kind) for kind in _REAL)
 
 
-def is_known(value: jax.typing.ArrayLike, number: float) -> bool:
+def is_constant(value: jax.typing.ArrayLike, number: float) -> bool:
     """Whether a value is this number; a traced value may be any number.
 
     NumPy compares: while JAX traces, it would trace the comparison with an array, too.
@@ -136,11 +134,11 @@ def whole(value: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
     if not jnp.issubdtype(dtypes.dtype_of(value), jnp.floating):
         return value
     traced = isinstance(value, jax.core.Tracer)
-    x, own = (value, jnp) if traced else (np.asarray(value), np)
-    nearest = own.round(x)
-    most = ROUNDING * own.maximum(1, abs(nearest))
+    x, xp = (value, jnp) if traced else (np.asarray(value), np)
+    nearest = xp.round(x)
+    most = ROUNDING * xp.maximum(1, abs(nearest))
     is_missed = (nearest + most >= x) & (x + most >= nearest)  # No inf - inf.
-    return own.where(is_missed, nearest, x)
+    return xp.where(is_missed, nearest, x)
 
 
 def real(value: T) -> T:
@@ -203,6 +201,14 @@ def check_transformation(name: str, value: object) -> None:
             f"{name} must be an optax.GradientTransformation, with init and update, "
             f"got {value!r}."
         )
+
+
+def transformation(
+    name: str, value: optax.GradientTransformation
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation, checked, which takes any extra argument."""
+    check_transformation(name, value)
+    return with_any_extra_args(value)
 
 
 def check_flags(**arguments: bool) -> None:

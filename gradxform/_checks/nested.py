@@ -25,7 +25,7 @@ def check_small(name: str, value: object) -> None:
 
 
 def _size(
-    name: str, value: object, depth: int, known: dict[tuple[int, int], Any]
+    name: str, value: object, depth: int, seen: dict[tuple[int, int], Any]
 ) -> int:
     """The number of entries; each object is looked at once for each of its depths.
 
@@ -33,7 +33,7 @@ def _size(
       name: of the argument.
       value: a part of it.
       depth: the part's depth.
-      known: the sizes so far, by the identities and depths of the parts. It also holds
+      seen: the sizes so far, by the identities and depths of the parts. It also holds
         the parts themselves, so that no other one gets their identity.
     """
     if depth > MAX_DEPTH:
@@ -41,13 +41,13 @@ def _size(
     if isinstance(value, str):
         return 1 + len(value) // 100
     key = id(value), depth
-    if key not in known:
+    if key not in seen:
         # ml_collections' ConfigDict is no Mapping.
         read = value.to_dict() if hasattr(value, "to_dict") else value
         entries: Iterable[object] = read if isinstance(read, list | tuple) else ()
         if isinstance(read, Mapping):
             entries = (x for pair in read.items() for x in pair)
-        sizes = (_size(name, entry, depth + 1, known) for entry in entries)
-        known[key] = 1 + sum(sizes), value, read
-    size: int = known[key][0]
+        sizes = (_size(name, entry, depth + 1, seen) for entry in entries)
+        seen[key] = 1 + sum(sizes), value, read
+    size: int = seen[key][0]
     return size

@@ -13,15 +13,7 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._trees import dtypes, maps
-from gradxform._trees.types import (
-    Gradient,
-    Leaf,
-    Path,
-    Prefix,
-    PyTree,
-    SparseLeaf,
-    T,
-)
+from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, SparseLeaf, T
 
 
 def params_given(
@@ -74,15 +66,15 @@ def only(name: str, found: Sequence[tuple[Path, Any]], hint: str) -> Any:  # A n
 
 
 def check_state_dtype(
-    name: str, dtype: jax.typing.DTypeLike | None, *, complex_too: bool = False
+    name: str, dtype: jax.typing.DTypeLike | None, *, real_only: bool = False
 ) -> None:
     """Raises ``TypeError`` unless ``dtype`` is None or one in which state can be kept.
 
-    With ``complex_too`` it may be complex, too.
+    With ``real_only`` it must not be complex.
     """
     if dtype is None:
         return
-    allowed = jnp.inexact if complex_too else jnp.floating
+    allowed = jnp.floating if real_only else jnp.inexact
     try:
         # NumPy would take an array for its dtype.
         is_array = isinstance(dtype, jax.Array)
@@ -90,7 +82,7 @@ def check_state_dtype(
             return
     except TypeError:  # NumPy knows no such dtype.
         pass
-    words = "a floating or complex" if complex_too else "a real floating"
+    words = "a real floating" if real_only else "a floating or complex"
     raise TypeError(
         f"{name} must be {words} dtype, got {dtype!r}; under "
         "optax.inject_hyperparams name it in static_args."
@@ -192,17 +184,17 @@ def by_name(paths: Iterable[Path], separator: str = "/") -> dict[str, list[Path]
     return found
 
 
-def named(name: str, given: str, of: str, known: Mapping[str, list[Path]]) -> Path:
-    """The one path with the given name; ``known`` is from :func:`by_name`.
+def named(name: str, given: str, of: str, choices: Mapping[str, list[Path]]) -> Path:
+    """The one path with the given name; ``choices`` is from :func:`by_name`.
 
     Raises:
       ValueError: no path has this name, or several have.
     """
-    paths = known.get(given, [])
+    paths = choices.get(given, [])
     if not paths:
         raise ValueError(
             f"{name} must name {of}, got {given!r}; there are "
-            f"{', '.join(map(repr, known))}."
+            f"{', '.join(map(repr, choices))}."
         )
     if len(paths) > 1:
         raise ValueError(
@@ -221,9 +213,9 @@ def names(
     """Whether a name is one of those given; each has to be that of one path."""
     if callable(given):
         return given
-    known = by_name(paths)
+    choices = by_name(paths)
     for each in given:
-        named(name, each, of, known)
+        named(name, each, of, choices)
     return given.__contains__
 
 
@@ -250,22 +242,8 @@ def check_shapes(
     reference_name: str,
     reference: PyTree[Leaf],
     fit: Callable[[Gradient, Leaf], bool] = fits,
-) -> None:
-    """As :func:`check_leaves`, and the nodes are of the same kinds.
-
-    ``jax.tree.map`` over both needs that.
-    """
-    check_leaves(name, tree, reference_name, reference, fit)
-    if not _same_nodes(tree, reference):
-        _differ(name, reference_name, reference, *_other_node(tree, reference))
-
-
-def check_leaves(
-    name: str,
-    tree: PyTree[Leaf],
-    reference_name: str,
-    reference: PyTree[Leaf],
-    fit: Callable[[Gradient, Leaf], bool] = fits,
+    *,
+    same_nodes: bool = True,
 ) -> None:
     """Raises unless two trees have leaves at the same paths, and these ``fit``.
 
@@ -277,6 +255,8 @@ def check_leaves(
       reference_name: the name of ``reference`` in messages.
       reference: the tree it must match.
       fit: whether a leaf of ``tree`` fits that of ``reference``.
+      same_nodes: whether the nodes must be of the same kinds, too: ``jax.tree.map``
+        over both needs that.
 
     Raises:
       TypeError: the two differ; the error names the first such path.
@@ -290,6 +270,8 @@ def check_leaves(
         given = describe(leaf) if path in flat else _node_at(path, tree)
         like = describe(wanted[path]) if path in wanted else "no leaf"
         _differ(name, reference_name, reference, path, given, like)
+    if same_nodes and not _same_nodes(tree, reference):
+        _differ(name, reference_name, reference, *_other_node(tree, reference))
 
 
 def _differ(
@@ -435,29 +417,31 @@ def _refusal(leaf: object) -> str | None:
     return None
 
 
-def check_usable(name: str, tree: PyTree[Leaf]) -> None:
-    """Raises unless each leaf of a tree holds numbers now.
+def check_usable(**trees: PyTree[Leaf]) -> None:
+    """Raises unless each leaf of some trees, by their names, holds numbers now.
 
     Raises:
       TypeError: one is traced, or no array that JAX takes, such as a big-endian or a
         masked one; the error names its path.
       RuntimeError: one was deleted, or donated to a program.
     """
-    for path, leaf in jax.tree.leaves_with_path(tree):
+    flat = [(x, *pair) for x in trees for pair in jax.tree.leaves_with_path(trees[x])]
+    for name, path, leaf in flat:
         if is_usable(leaf):
             continue
+        where = path_name(path)
         if isinstance(leaf, jax.core.Tracer):
             raise TypeError(
-                f"{name} has a traced array at {path_name(path)}, which has no numbers "
-                "yet. Call this outside of jit, grad and vmap."
+                f"{name} has a traced array at {where}, which has no numbers yet. Call "
+                "this outside of jit, grad and vmap."
             )
         if isinstance(leaf, jax.Array):
             raise RuntimeError(  # As JAX does.
-                f"{name} has a deleted array at {path_name(path)}, {describe(leaf)}: "
-                "it was donated to a program, or deleted. Use it before that, or give "
-                "the program a copy."
+                f"{name} has a deleted array at {where}, {describe(leaf)}: it was "
+                "donated to a program, or deleted. Use it before that, or give the "
+                "program a copy."
             )
-        raise TypeError(_no_array(name, path_name(path), leaf))
+        raise TypeError(_no_array(name, where, leaf))
 
 
 def _no_array(name: str, where: str, leaf: object) -> str:

@@ -20,11 +20,10 @@ import optax
 
 from gradxform._checks import arguments, nested
 from gradxform._config import keras, schedules
-from gradxform._trees.extra_args import with_any_extra_args
 
 _KEPT = "_gradxform_config"  # The attribute that keeps the config.
 
-_MAX_TEXT = 3_000  # Characters of an error: its first and last ones are kept.
+_ENDS = 1_500  # So many characters are kept at each end of a long error.
 
 # Limits may be infinite: then they never act. All other numbers must be finite.
 _LIMITS = {*keras.CLIPS, "max_delta", "max_norm", "max_staleness", "sigmas"}
@@ -120,17 +119,14 @@ def from_config(config: Any) -> optax.GradientTransformationExtraArgs:
     """
     try:
         nested.check_small("config", config)
-        plain = _plain(config, "config")
-        tx = _make(plain, "config")  # Translates Keras's configs.
-        arguments.check_transformation("config, by its 'name',", tx)
+        plain = _plain(config, "config")  # `_make` translates Keras's configs in it.
+        tx = arguments.transformation("config, by its 'name',", _make(plain, "config"))
     except (TypeError, ValueError) as error:
-        if len(text := str(error)) <= _MAX_TEXT:
+        if len(text := str(error)) <= 2 * _ENDS:
             raise
-        half = _MAX_TEXT // 2
         kind = TypeError if isinstance(error, TypeError) else ValueError
         # Its causes have the long text, too.
-        raise kind(f"{text[:half]} ... {text[-half:]}") from None
-    tx = with_any_extra_args(tx)
+        raise kind(f"{text[:_ENDS]} ... {text[-_ENDS:]}") from None
     setattr(tx, _KEPT, plain)
     return tx
 
@@ -166,11 +162,6 @@ def get_config(tx: optax.GradientTransformation) -> dict[str, Any]:
     return copy.deepcopy(config)
 
 
-def _at(where: str, key: object) -> str:
-    """The place of an entry."""
-    return f"{where}[{_shown(key)}]"
-
-
 def _shown(value: object) -> str:
     try:
         return repr(value)
@@ -183,7 +174,7 @@ def _plain(value: object, where: str, key: object = None) -> Any:
     if hasattr(value, "to_dict"):  # ml_collections' ConfigDict is no Mapping.
         value = value.to_dict()
     if isinstance(value, Mapping):
-        places = {k: _at(where, k) for k in value}
+        places = {k: f"{where}[{_shown(k)}]" for k in value}
         # JSON's keys are strings, but YAML's may be numbers.
         return {_plain(k, at): _plain(value[k], at, k) for k, at in places.items()}
     if isinstance(value, list | tuple):
@@ -217,7 +208,7 @@ def _make(value: Any, where: str, key: object = None) -> Any:  # Of any type.
     _run(keras.translate, where, config=value)
     is_call = isinstance(value.get("name"), str)
     made = {
-        k: v if is_call and k in AS_THEY_ARE else _make(v, _at(where, k), k)
+        k: v if is_call and k in AS_THEY_ARE else _make(v, f"{where}[{_shown(k)}]", k)
         for k, v in value.items()
     }
     if is_call:
@@ -282,9 +273,8 @@ def makers() -> dict[str, Callable[..., Any]]:
     """
     import gradxform as gx  # It imports this module.
 
-    public: dict[str, Any] = {}
-    for module in (optax.contrib, optax.transforms, optax.schedules, optax):
-        public |= {f"{module.__name__}.{k}": v for k, v in vars(module).items()}
+    modules = optax.contrib, optax.transforms, optax.schedules, optax
+    public = {f"{m.__name__}.{k}": v for m in modules for k, v in vars(m).items()}
     public |= vars(gx) | vars(gx.contrib) | vars(schedules) | vars(optax.schedules)
     public |= {"chain": _chain, "optax.chain": _chain, "from_config": None}
     return {k: v for k, v in public.items() if "._" not in k and _makes(k, v)}

@@ -89,10 +89,9 @@ def _optimizer(config: Config, keys: Config) -> Config:
     arguments.check_at_most_one(**clips)
     clips = {key: limit for key, limit in clips.items() if limit is not None}
     if "use_ema" not in keys:
-        decay = keys.pop("decay")
-        if decay and isinstance(rate, dict):
-            raise ValueError(f"decay={decay!r} is not offered beside a schedule.")
-        if decay:
+        if decay := keys.pop("decay"):
+            if isinstance(rate, dict):
+                raise ValueError(f"decay={decay!r} is not offered beside a schedule.")
             decayed = {"init_value": rate, "transition_steps": 1, "decay_rate": decay}
             rate = {"name": "inverse_time_decay", **decayed}
         return {**config, "learning_rate": rate, **clips}
@@ -155,10 +154,10 @@ def _same(schedule: Callable[..., optax.Schedule]) -> Callable[[Config], Config]
     return lambda keys: _read(keys, schedule.__name__, *arguments)
 
 
-_READERS = {
-    "Adagrad": _adagrad,
-    "Ftrl": _ftrl,
-    "NovoGrad": _novograd,
+_OPTIMIZERS = {"Adagrad": _adagrad, "Ftrl": _ftrl, "NovoGrad": _novograd}
+# By the names that optimizers have if nobody chose another.
+_BY_NAME = {class_name.lower(): class_name for class_name in _OPTIMIZERS}
+_READERS = _OPTIMIZERS | {
     "ExponentialDecay": _exponential_decay,
     "InverseTimeDecay": _same(schedules.inverse_time_decay),
     "CosineDecay": _cosine_decay,
@@ -167,12 +166,10 @@ _READERS = {
     "PiecewiseConstantDecay": _piecewise_constant_decay,
     "PolynomialDecay": _same(schedules.polynomial_decay),
 }
-# Classes of optimizers, by the names that these have if nobody chose another.
-_OPTIMIZERS = {"adagrad": "Adagrad", "ftrl": "Ftrl", "novograd": "NovoGrad"}
 
 # Keys that change no number.
-_WITHOUT_EFFECT = {"ema_momentum", "ema_overwrite_frequency", "is_legacy_optimizer"}
-_WITHOUT_EFFECT |= {"jit_compile", "name"}
+_NO_EFFECT = {"ema_momentum", "ema_overwrite_frequency", "is_legacy_optimizer"}
+_NO_EFFECT |= {"jit_compile", "name"}
 
 # The keys around a config that Keras serialized, and the packages that are read.
 _ENVELOPE = {"class_name", "config", "module", "registered_name", "build_config"}
@@ -194,9 +191,9 @@ def translate(config: Config) -> None:
         name = re.sub(r"_\d+$", "", str(config.get("name"))).lower()
         of_addons = {"beta_1", "beta_2", "epsilon"} <= config.keys()
         written = of_addons or {"decay", "use_ema"} & config.keys()
-        if name not in _OPTIMIZERS or not written:
+        if name not in _BY_NAME or not written:
             return
-        serialized = {"class_name": _OPTIMIZERS[name], "config": config}
+        serialized = {"class_name": _BY_NAME[name], "config": config}
     class_name = serialized["class_name"].split(">")[-1]  # "Custom>Adagrad" of TF 2.11
     package = str(serialized.get("module", "keras")).split(".")[0]
     if class_name not in _READERS or package not in _PACKAGES:
@@ -205,9 +202,7 @@ def translate(config: Config) -> None:
             f" These classes of Keras are: {', '.join(_READERS)}."
         )
     try:
-        keys = {
-            k: v for k, v in serialized["config"].items() if k not in _WITHOUT_EFFECT
-        }
+        keys = {k: v for k, v in serialized["config"].items() if k not in _NO_EFFECT}
         ours = _READERS[class_name](keys)
     except KeyError as error:
         raise ValueError(f"missing {error}, as Keras's {class_name} has.") from None

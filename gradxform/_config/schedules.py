@@ -30,8 +30,7 @@ def inverse_time_decay(
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         time = jnp.asarray(count, float) / transition_steps
-        if staircase:
-            time = jnp.floor(time)
+        time = jnp.floor(time) if staircase else time
         return init_value / (1 + decay_rate * time)
 
     return schedule

@@ -195,14 +195,12 @@ class Options:
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of a command line; checks those that depend on each other."""
+    width = min(WIDTH, shutil.get_terminal_size().columns) - 2
     parser = Parser(
         prog=PROGRAM,
         description=__doc__,
         allow_abbrev=False,
-        formatter_class=functools.partial(
-            argparse.HelpFormatter,
-            width=min(WIDTH, shutil.get_terminal_size().columns) - 2,
-        ),
+        formatter_class=functools.partial(argparse.HelpFormatter, width=width),
         argument_default=argparse.SUPPRESS,  # So that ``given`` has no other options.
     )
     parser.add_argument(

@@ -21,10 +21,7 @@ _Type: TypeAlias = jax.core.ShapedArray
 
 
 def typed_cond(
-    pred: jax.Array,
-    apply: _Side[T],
-    skip: _Side[T],
-    by: By = "number",
+    pred: jax.Array, apply: _Side[T], skip: _Side[T], by: By = "number"
 ) -> T:
     """``lax.cond(pred, apply, skip)`` with two sides that may differ in type.
 
@@ -61,16 +58,13 @@ def typed_cond(
     applied, after, has_effects = _traced(apply_typed)
 
     def skip_typed() -> T:
-        return maps.map_leaves(
-            lambda old, new: (
-                _as_type(old, new)
-                if isinstance(old, jax.Array)
-                # The zero of an index of a row-sparse gradient is padding.
-                else jax.tree.map(constants.zeros_of_type, new)
-            ),
-            skipped(),
-            after,
-        )
+        def typed(old: jax.Array | None, new: PyTree[_Type]) -> PyTree[jax.Array]:
+            if isinstance(old, jax.Array):
+                return _as_type(old, new)
+            # The zero of an index of a row-sparse gradient is padding.
+            return jax.tree.map(constants.zeros_of_type, new)
+
+        return maps.map_leaves(typed, skipped(), after)
 
     by_bool = functools.partial(jax.lax.cond, pred, applied, skip_typed)
 

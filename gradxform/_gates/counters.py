@@ -77,8 +77,8 @@ def staleness_fraction(state: optax.OptState) -> jax.Array:
     >>> gx.staleness_fraction(state)
     Array(1.5, dtype=float32)
     """
-    own = _outermost(state, "stale_count")
-    stale, steps = host.to_device((own.stale_count, own.global_step))
+    outermost = _outermost(state, "stale_count")
+    stale, steps = host.to_device((outermost.stale_count, outermost.global_step))
     with jax.transfer_guard_host_to_device("allow"):
         return stale.astype(jnp.float32) / (steps.astype(jnp.float32) + 1)
 

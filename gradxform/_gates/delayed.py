@@ -17,8 +17,7 @@ from gradxform._jax.compilers import narrow
 from gradxform._numbers import constants
 from gradxform._rows import boundary
 from gradxform._trees import boxes, dtypes, maps, states
-from gradxform._trees.extra_args import with_any_extra_args
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees.types import Gradient, Leaf, PyTree
 
 _DELAYS = f"[0, {2**30 - 1}]"  # Counters go up to twice a delay, and are int32.
 
@@ -112,10 +111,9 @@ def delayed(
     >>> state.ring["first"]
     Array([4., 8.], dtype=float32)
     """
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     _check_numbers(num_steps)
-    structures.check_state_dtype("ring_dtype", ring_dtype, complex_too=True)
-    inner = with_any_extra_args(inner)
+    structures.check_state_dtype("ring_dtype", ring_dtype)
     if not any(jax.tree.leaves(num_steps)):
         return inner
 
@@ -172,10 +170,10 @@ def _init(
 
     delays = structures.prefix("num_steps", boxes.unboxed(num_steps), leaves)
     ring = maps.map_params(zeros, leaves, delays)
-    number = len(maps.leaves(leaves))
+    num_leaves = len(maps.leaves(leaves))
     return DelayedState(
         # One array for all leaves: on GPU each array costs the start of a kernel.
-        count=constants.stacked(constants.zero(params, jnp.int32), number),
+        count=constants.stacked(constants.zero(params, jnp.int32), num_leaves),
         ring=boxes.boxed(params, ring),
         inner_state=inner_state,
     )
@@ -224,14 +222,10 @@ def _check_updates(updates: optax.Updates, ring: optax.Updates) -> None:
     def slot(r: jax.Array) -> jax.core.ShapedArray | None:
         return jax.core.ShapedArray(r.shape[1:], r.dtype) if _delay(r) else None
 
-    slots = jax.tree.map(slot, ring)
-    structures.check_shapes(
-        "updates",
-        updates,
-        "ring",
-        slots,
-        lambda u, s: s is None or structures.fits(u, s),
-    )
+    def fits(g: Gradient, slot: Leaf) -> bool:
+        return slot is None or structures.fits(g, slot)
+
+    structures.check_shapes("updates", updates, "ring", jax.tree.map(slot, ring), fits)
     boundary.check_dense(
         "delayed",
         maps.map_leaves(lambda g, r: g if _delay(r) else None, updates, ring),

@@ -30,7 +30,6 @@ from gradxform._jax import versions
 from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
 from gradxform._numbers.apply_updates import apply_updates
 from gradxform._trees import maps
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -108,7 +107,7 @@ class Gate:
     ) -> tuple[optax.Updates, optax.OptState]:
         """As the ``update`` of any transformation."""
         updates = missing.normalized(updates, params)
-        return _guarded(self, updates, state, params, extra, whole=False)
+        return _guarded(self, updates, state, params, extra, applies=False)
 
     __call__ = update_fn
 
@@ -119,14 +118,11 @@ def gate_of(tx: optax.GradientTransformation) -> Gate | None:
 
 
 def gate(
-    init: optax.TransformInitFn,
-    inner: optax.GradientTransformation,
-    decide: Decide,
+    init: optax.TransformInitFn, inner: optax.GradientTransformation, decide: Decide
 ) -> optax.GradientTransformationExtraArgs:
     """Makes a transformation from what a gate decides about a push."""
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     versions.before_tracing()
-    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
         return init(params)
@@ -141,18 +137,18 @@ def step(
     params: optax.Params | None,
     extra: dict[str, object],
     *,
-    whole: bool,
+    applies: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """What ``tx`` makes of normalized updates, and its new state.
 
-    These are its updates, or the new parameters if ``whole``; then gates within gates
+    These are its updates, or the new parameters if ``applies``; then gates within gates
     guard the whole step, too. Leaves without a gradient stay.
     """
     if gate := gate_of(tx):
-        return _guarded(gate, updates, state, params, extra, whole=whole)
+        return _guarded(gate, updates, state, params, extra, applies=applies)
     given, state = state, host.to_device_after(updates, tx.init, state)
     outcome, new = missing.update(tx, updates, state, params, **extra)
-    if whole:
+    if applies:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
     return outcome, host.to_memory_of(new, given)
 
@@ -182,7 +178,7 @@ def _guarded(
     params: optax.Params | None,
     extra: dict[str, object],
     *,
-    whole: bool,
+    applies: bool,
 ) -> tuple[Outcome, optax.OptState]:
     """The step of a gate: one conditional, and the new state."""
     # The step brings the state behind it.
@@ -192,18 +188,18 @@ def _guarded(
     before = decision.state.inner_state
     by: By = "bool"
     buffers = decision.buffers
-    if not (whole or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
+    if not (applies or decision.ordered or any(map(jnp.ndim, jax.tree.leaves(before)))):
         by = "select"
     elif buffers is not None:
-        by = "bool" if whole else "number"
+        by = "bool" if applies else "number"
         buffers = maps.map_leaves(_in_hbm, buffers)
     # New parameters take the arrays of the old ones, so they need no others.
-    free = None if whole else buffers
-    unchanged = params if whole else None
+    free = None if applies else buffers
+    unchanged = params if applies else None
 
     def applied() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:
         given, extra = decision.updates(buffers), decision.extra
-        outcome, new = step(gate.inner, given, before, params, extra, whole=whole)
+        outcome, new = step(gate.inner, given, before, params, extra, applies=applies)
         return *_put_into(free, outcome), new, jnp.array(True)
 
     def skipped() -> tuple[Outcome, optax.Updates, optax.OptState, jax.Array]:

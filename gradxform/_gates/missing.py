@@ -96,12 +96,10 @@ def update(
             return value
         return maps.masked_like(updates, value)
 
-    new_updates, new_state = tx.update(
-        updates,
-        _where_marked(lambda mark, _: mark, marks, state),
-        None if params is None else tree,
-        **{name: shown(value) for name, value in extra.items()},
-    )
+    marked = _where_marked(lambda mark, _: mark, marks, state)
+    given = None if params is None else tree
+    extra = {name: shown(value) for name, value in extra.items()}
+    new_updates, new_state = tx.update(updates, marked, given, **extra)
     new_state = _where_marked(lambda _, __, old: old, marks, new_state, state)
     return _unmarked(new_updates, missing), new_state
 

@@ -133,7 +133,7 @@ class Accumulator:
                 "num_required", self.num_required, arguments.COUNTS, integer=True
             )
         arguments.check_one_of("reduction", self.reduction, ("mean", "sum", "row_mean"))
-        structures.check_state_dtype("accumulator_dtype", self.dtype, complex_too=True)
+        structures.check_state_dtype("accumulator_dtype", self.dtype)
 
     def gate(self) -> optax.GradientTransformationExtraArgs:
         """The transformation."""
@@ -314,24 +314,22 @@ class Accumulator:
     ) -> optax.Updates:
         """What ``inner`` gets, in the dtypes of the gradients: dense arrays or None."""
 
-        def known(g: Leaf, x: PyTree[Leaf]) -> PyTree[Leaf]:
+        def if_present(g: Leaf, x: PyTree[Leaf]) -> PyTree[Leaf]:
             return x if maps.has_gradient(g) or not maps.has_gradient(x) else None
 
-        total = maps.map_leaves(known, updates, total)
+        total = maps.map_leaves(if_present, updates, total)
         if self.names:
             n: PyTree[jax.typing.ArrayLike] = 1
             if self.reduction == "mean":
                 n = push.total_weight
             if self.reduction == "row_mean":
-                n = maps.map_leaves(known, updates, boxes.as_in(updates, row_counts))
+                n = maps.map_leaves(
+                    if_present, updates, boxes.as_in(updates, row_counts)
+                )
             total = _over_devices(self.names, total, n)
         # From here on all is dense: inner gets every row that any push held.
-        return maps.map_leaves(
-            lambda g, x: (
-                narrow(x, maps.gradient_dtype(g)) if maps.has_gradient(g) else x
-            ),
-            updates,
-            total,
+        return maps.map_updates(
+            lambda x, g: narrow(x, maps.gradient_dtype(g)), total, updates
         )
 
     def _parts(self, updates: optax.Updates) -> optax.Updates:

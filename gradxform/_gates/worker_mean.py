@@ -145,9 +145,7 @@ def worker_mean(
     """
     n = arguments.length("num_workers", num_workers, arguments.COUNTS)
     arguments.check_one_of("method", method, get_args(Method))
-    structures.check_state_dtype(
-        "accumulator_dtype", accumulator_dtype, complex_too=True
-    )
+    structures.check_state_dtype("accumulator_dtype", accumulator_dtype)
 
     def decide(
         updates: optax.Updates,
@@ -215,8 +213,8 @@ def _init(
     inner_state = gate.inner_state(inner, params)
     row = constants.zeros(boxes.unboxed(params), accumulator_dtype, dtypes.wide_dtype)
 
-    def stacked(number: int) -> optax.Updates:
-        rows = jax.tree.map(lambda x: constants.stacked(x, number), row)
+    def stacked(length: int) -> optax.Updates:
+        rows = jax.tree.map(lambda x: constants.stacked(x, length), row)
         return boxes.boxed(params, rows)
 
     return WorkerMeanState(

@@ -117,9 +117,9 @@ def barrier_on_cpu(arrays: T) -> T:
     return on_cpu(barrier, lambda x: x)(arrays)
 
 
-def part(x: jax.Array, i: jax.Array, number: int, axis: int) -> jax.Array:
-    """Part ``i`` of ``number`` equal ones along an axis."""
-    size = x.shape[axis] // number
+def part(x: jax.Array, i: jax.Array, length: int, axis: int) -> jax.Array:
+    """Part ``i`` of ``length`` equal ones along an axis."""
+    size = x.shape[axis] // length
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
@@ -149,7 +149,7 @@ def laid_out(x: jax.Array) -> jax.Array:
 
 
 def read_layer(
-    x: jax.Array, i: jax.Array, number: int, axis: int
+    x: jax.Array, i: jax.Array, length: int, axis: int
 ) -> tuple[jax.Array, jax.Array]:
     """Layer ``i`` of a stack, and the stack for the next layers, for a loop that reads.
 
@@ -158,7 +158,7 @@ def read_layer(
     """
 
     def read(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return laid_out(part(x, i, number, axis)), x
+        return laid_out(part(x, i, length, axis)), x
 
     def written_back(x: jax.Array, i: jax.Array) -> tuple[jax.Array, jax.Array]:
         row = jax.lax.optimization_barrier(read(x, i)[0])
@@ -240,8 +240,8 @@ def narrow(x: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
     instead of 32 ms for clip and Adagrad. It does repeat integer operations that round
     the same way.
     """
-    is_whole = not versions.unreduced_axes(jax.typeof(x))  # Else no bit is known.
-    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16 and is_whole:
+    is_reduced = not versions.unreduced_axes(jax.typeof(x))  # Else no bit is known.
+    if x.dtype == jnp.float32 and jnp.dtype(dtype) == jnp.bfloat16 and is_reduced:
         return _to_bfloat16(x)
     return x.astype(dtype)
 

@@ -51,28 +51,28 @@ def as_array(x: Any, of_type: Var | Literal) -> Any:
 
 
 def result(
-    closed: ClosedJaxpr, number: int, args: Sequence[Any]
+    closed: ClosedJaxpr, index: int, args: Sequence[Any]
 ) -> tuple[Callable[[Sequence[Any]], Any], list[Any]]:
     """A function that computes one result of a jaxpr, and those of ``args`` it takes.
 
     It has only the equations that this result needs, and no others' effects.
     """
     jaxpr = closed.jaxpr
-    wanted = jaxpr.outvars[number]
+    wanted = jaxpr.outvars[index]
     eqns = needed(jaxpr.eqns, [wanted], effects=False)
-    known = {*filter(is_variable, [wanted]), *variables_read(eqns)}
-    given = [*among(jaxpr.invars, known)]
+    variables = {*filter(is_variable, [wanted]), *variables_read(eqns)}
+    taken = [*among(jaxpr.invars, variables)]
 
     def computed(used: Sequence[Any]) -> Any:
         env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-        env |= zip([jaxpr.invars[k] for k in given], used, strict=True)
+        env |= zip([jaxpr.invars[k] for k in taken], used, strict=True)
         advance(eqns, env)
         return read(env, [wanted])[0]
 
-    return computed, [args[k] for k in given]
+    return computed, [args[k] for k in taken]
 
 
-def number_off_cpu(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
+def constant_off_cpu(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
     """The number that each entry of a result is on all platforms but CPU.
 
     None if no operation says it.
@@ -87,7 +87,7 @@ def number_off_cpu(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
         # `compilers.on_cpu` has a form for CPU and one for the others.
         if eqn.params.get("branches_platforms") == (("cpu",), None):
             other = eqn.params["branches"][1].jaxpr
-            return number_off_cpu(other, other.outvars[eqn.outvars.index(result)])
+            return constant_off_cpu(other, other.outvars[eqn.outvars.index(result)])
     return None
 
 
@@ -98,6 +98,7 @@ def advance(
     from jax.extend.core import Literal
 
     for eqn in eqns:
+        # As `read` does. A call for each equation would be many.
         inputs = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
         results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:
@@ -199,12 +200,12 @@ class LeafVariable:
     of the variable. So nothing needs all of it.
 
     Attributes:
-      number: that of the leaf.
+      index: that of the leaf.
       path: its path.
       equations: they, one after another. Each has one operand.
     """
 
-    number: int
+    index: int
     path: str
     equations: tuple[JaxprEqn, ...] = ()
 
@@ -230,7 +231,7 @@ def follows(eqn: JaxprEqn) -> bool:
     return name_of(eqn) in _FOLLOWS
 
 
-def made_of(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:
+def derived_from(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:
     """These inputs, and the variables that equations make of them by slices."""
     found = {jaxpr.invars[k] for k in inputs}
     for eqn in jaxpr.eqns:
@@ -244,16 +245,16 @@ def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
 
     What makes a variable of it by slices is no use.
     """
-    values = made_of(jaxpr, [operand])
-    for number, eqn in enumerate(jaxpr.eqns):
+    values = derived_from(jaxpr, [operand])
+    for index, eqn in enumerate(jaxpr.eqns):
         found = among(eqn.invars, values)
         if not found or follows(eqn):
             continue
         if eqn.primitive.name not in (Op.CHECKPOINT, Op.JIT):
-            return (number,)
+            return (index,)
         inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
         inside = getattr(inside, "jaxpr", inside)
-        return number, *first_use(inside, min(found))
+        return index, *first_use(inside, min(found))
     return (len(jaxpr.eqns),)
 
 

@@ -93,8 +93,8 @@ def squared_norms(
     terms = [s for s in squares if s is not None]
     for members, rows in _together(sums, small):
         terms.append(rows)
-        for number, i in enumerate(members):
-            squares[i] = rows[number]
+        for k, i in enumerate(members):
+            squares[i] = rows[k]
     layers = jax.tree.unflatten(treedef, squares)
     if axis_name is not None:
         names = maps.prefix_of(axis_name, updates)
@@ -103,10 +103,7 @@ def squared_norms(
 
 
 def means(
-    tree: PyTree[Leaf],
-    *,
-    axis_name: AxisName = None,
-    stacked_axes: StackedAxes = None,
+    tree: PyTree[Leaf], *, axis_name: AxisName = None, stacked_axes: StackedAxes = None
 ) -> Layers:
     """The mean of the entries of each layer; layers as in :func:`squared_norms`.
 

@@ -142,11 +142,9 @@ class Processes:
 
     def cause(self) -> str | None:
         """Why they have died, if they have said so."""
-        if self._cause is None:
-            return None
         with contextlib.suppress(self._ray.exceptions.RayError):
-            if self._ray.wait([self._cause], timeout=0.0)[0]:
-                said: str = self._ray.get(self._cause)
+            if self._cause is not None:
+                said: str = self._ray.get(self._cause, timeout=0.0)
                 return said
         return None
 
@@ -187,6 +185,5 @@ def message(
     if layout is not None:
         return PushMessage.of(layout, grads, extra), own
     # Before Ray pickles them. The server checks the rest.
-    structures.check_usable("grads", grads)
-    structures.check_usable("extra", extra)
+    structures.check_usable(grads=grads, extra=extra)
     return grads, extra | own

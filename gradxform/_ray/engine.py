@@ -114,9 +114,8 @@ def ray(
                 if address:
                     with _ending.handled(signal.SIGTERM, lambda *_: sys.exit(), ends):
                         connect(address, connect_timeout)
-                stack.enter_context(
-                    _cluster(ray, len(job.workers) + server_processes, address)
-                )
+                cpus = len(job.workers) + server_processes
+                stack.enter_context(_cluster(ray, cpus, address))
             except SystemExit:  # Also Ray's own answer to ``SIGTERM``, while it starts.
                 _ending.terminated(None, given)
         # As early as possible: Ray's handler ends the process without saving the run.
@@ -138,6 +137,7 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Sends no usage reports.
     # With "local" Ray does not look for a cluster that somebody else has started.
     own = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
+    options = {"address": address} if address else own
     before = signal.getsignal(signal.SIGTERM)
     connection = None
     try:
@@ -147,11 +147,7 @@ def _cluster(ray: ModuleType, num_cpus: int, address: str | None) -> Iterator[No
             warnings.filterwarnings("ignore", r"os\.fork\(\)", RuntimeWarning)
             # An interrupt would leave processes of half a cluster behind.
             with _ending.uninterrupted():
-                ray.init(
-                    **({"address": address} if address else own),
-                    log_to_driver=False,
-                    logging_level=logging.ERROR,
-                )
+                ray.init(**options, log_to_driver=False, logging_level=logging.ERROR)
         connection = Connection(ray)
         yield
     finally:

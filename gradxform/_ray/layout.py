@@ -17,6 +17,7 @@ import optax
 from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import arguments, structures
+from gradxform._devices.mesh import axes_of
 from gradxform._slices.kinds import axes_that_differ
 from gradxform._trees import maps
 from gradxform._trees.types import Leaf, Param, Path, PyTree, T
@@ -163,12 +164,7 @@ def _cut(path: Path, x: Type, asked: object, processes: int) -> int | None:
     where = f"server_shardings: {asked!r} at {structures.path_name(path)}"
     if not isinstance(asked, P):
         raise TypeError(f"{where} is no jax.sharding.PartitionSpec.")
-    named = [
-        (axis, name)
-        for axis, entry in enumerate(asked)
-        for name in (entry if isinstance(entry, tuple) else (entry,))
-        if name is not None
-    ]
+    named = [(i, name) for i, entry in enumerate(asked) for name in axes_of([entry])]
     if not named and len(asked) <= x.ndim:
         return None
     axis, name = named[0] if len(named) == 1 else (0, None)

@@ -81,11 +81,11 @@ class PushMessage(NamedTuple):
     def received(self) -> tuple[optax.Updates, dict[str, Any]]:
         """Gradients and extra arguments, with a :class:`Part` for each cut leaf."""
         parts = iter(self.parts.received())
-        grads, extra = jax.tree.map(
-            lambda x: Part(next(parts), x.axis) if isinstance(x, Part) else x,
-            self.whole.received(),
-            is_leaf=maps.is_leaf,
-        )
+
+        def filled(x: Leaf | Part) -> Leaf | Part:
+            return Part(next(parts), x.axis) if isinstance(x, Part) else x
+
+        grads, extra = maps.map_leaves(filled, self.whole.received())
         return grads, extra
 
 

@@ -91,10 +91,8 @@ class RayTransport(Transport):
             if (sent := self._sent.get((version.of_params(), key))) is not None:
                 return Response(self._tree, sent), version.step()
         numbers = set(range(self.core.specs.num_params)) - request.rows.keys()
-        whole, rows = (
-            self._reading(wanted, request.form)
-            for wanted in (dict.fromkeys(numbers), request.rows)
-        )
+        whole = self._reading(dict.fromkeys(numbers), request.form)
+        rows = self._reading(request.rows, request.form)
 
         def publish() -> tuple[Gathered, Callable[[], Gathered], GlobalStep]:
             self.core.check_usable()

@@ -56,18 +56,18 @@ def map_step(
     A leaf without gradient keeps its state.
     """
     gradients, treedef = maps.flatten(summed_rows(updates))
-    number, end = len(state), len(state) + len(reads)
+    num_state, end = len(state), len(state) + len(reads)
 
     def step(g: Leaf, *others: Any) -> Sequence[Leaf]:
-        old, given = others[:number], others[end:]
+        old, rest = others[:num_state], others[end:]
         if not maps.has_gradient(g):
             return g, *old
         if not is_sparse(g):
-            u, *new = f(*map(jnp.asarray, (g, *others[:end])), *given)
+            u, *new = f(*map(jnp.asarray, (g, *others[:end])), *rest)
             pairs = zip(old, new, strict=True)
             return u, *(x.astype(jnp.asarray(s).dtype) for s, x in pairs)
         seen = (gather_rows(g, x) for x in others[:end])
-        u, *new = f(g.values, *seen, *given)
+        u, *new = f(g.values, *seen, *rest)
         pairs = zip(old, new, strict=True)
         kept = (scatter_rows(g, s, x.astype(maps.gradient_dtype(s))) for s, x in pairs)
         return maps.with_values(g, u), *kept

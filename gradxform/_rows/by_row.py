@@ -95,18 +95,18 @@ class Rows:
             g, x = self.tables[kind.source.path], leaves[i][1]
             rows[i] = g.values if x is g else gather_rows(g, x)
         program = slices.trace_whole(f, args, found, rows)
-        given = [Slices(x, found[i]) for i, x in rows.items()]
+        inputs = [Slices(x, found[i]) for i, x in rows.items()]
         evaluator = slices.Evaluator(self.policy)
-        results = evaluator.results(program.closed, given)
-        known = {path: kind for (path, _), kind in zip(leaves, kinds, strict=True)}
-        numbers = jax.tree.unflatten(program.structure, list(range(len(results))))
-        made = [
-            known.get(path, getattr(x, "kind", None))
+        results = evaluator.results(program.closed, inputs)
+        by_path = {path: kind for (path, _), kind in zip(leaves, kinds, strict=True)}
+        positions = jax.tree.unflatten(program.structure, list(range(len(results))))
+        found_kinds = [
+            by_path.get(path, getattr(x, "kind", None))
             for (path, _), x in zip(
-                jax.tree.leaves_with_path(numbers), results, strict=True
+                jax.tree.leaves_with_path(positions), results, strict=True
             )
         ]
-        pairs = zip(evaluator.arrays(results, made), made, strict=True)
+        pairs = zip(evaluator.arrays(results, found_kinds), found_kinds, strict=True)
         return jax.tree.unflatten(
             program.structure,
             [

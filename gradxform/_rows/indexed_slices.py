@@ -139,7 +139,7 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
     @property
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
-        return stored_rows.numbers(self)
+        return stored_rows.plain(self)
 
     def densify(self, *, out_sharding: NamedSharding | None = None) -> jax.Array:
         """The dense gradient it stands for, an array of the table's size.

@@ -29,7 +29,7 @@ from gradxform._trees.types import Params
 # Which tables get row-sparse gradients: their paths, or a predicate on the path.
 Tables = Sequence[str] | Callable[[str], bool]
 
-# The offsets of a table's readings, or the gradients of their rows, by its number.
+# The offsets of a table's readings, or the gradients of their rows, by its index.
 Offsets: TypeAlias = dict[int, list[jax.Array]]
 
 Value = TypeVar("Value")
@@ -200,8 +200,8 @@ class LossOfRows(NamedTuple):
 
     Attributes:
       loss: (dense leaves, offsets) -> (value, (aux, ids of the readings)).
-      offsets: those of each table, by its number.
-      tables: the tables, by their numbers.
+      offsets: those of each table, by its index.
+      tables: the tables, by their index.
     """
 
     loss: Callable[[dict[int, Any], Offsets], tuple[Any, tuple[Any, readings.Ids]]]
@@ -267,7 +267,7 @@ def _is_part(node: object) -> TypeGuard[TableRows]:
 def _select(
     is_named: Callable[[str], bool], paths: Sequence[str], leaves: dict[int, Any]
 ) -> dict[int, readings.Source]:
-    """The leaves that are named, or parts of a table, by their number."""
+    """The leaves that are named, or parts of a table, by their index."""
     named: dict[int, readings.Source] = {}
     for i, leaf in leaves.items():
         if not _is_part(leaf) and not is_named(paths[i]):
@@ -289,8 +289,8 @@ def _slices(
     row = table.shape[1:]
     # On explicit mesh axes each device gets all rows, even if a gather of them was on
     # automatic axes.
-    known = map(explicit_sharding, [jnp.asarray(maps.stored(table)), *ids, *rows])
-    mesh = next((s.mesh for s in known if s is not None), None)
+    shardings = map(explicit_sharding, [jnp.asarray(maps.stored(table)), *ids, *rows])
+    mesh = next((s.mesh for s in shardings if s is not None), None)
     flat_ids = [replicated(i, mesh).ravel() for i in ids]
     flat_rows = [replicated(r, mesh).reshape(-1, *row) for r in rows]
     return IndexedSlices(

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
 # A whole table, or rows of one.
 Source: TypeAlias = jax.Array | TableRows
-# (number of a table, rows of a reading) -> the rows that the loss gets
+# (index of a table, rows of a reading) -> the rows that the loss gets
 OnRows = Callable[[int, jax.Array], jax.Array]
-# The ids of all readings of each table, by its number.
+# The ids of all readings of each table, by its index.
 Ids = dict[int, list[jax.Array]]
 # The types of their rows.
 Types = dict[int, list[jax.core.ShapedArray]]
@@ -48,7 +48,7 @@ Types = dict[int, list[jax.core.ShapedArray]]
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["array"],
-    meta_fields=["number", "path", "equations"],
+    meta_fields=["index", "path", "equations"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Table(LeafVariable):
@@ -206,8 +206,8 @@ class _Reader(NamedTuple):
             (rows,) = versions.evaluate(eqn, [part, *inputs[1:]])
             fills = fills and bool(table.equations)
         if not table.is_stopped:
-            self.ids[table.number].append(ids)
-            rows = self.on_rows(table.number, rows)
+            self.ids[table.index].append(ids)
+            rows = self.on_rows(table.index, rows)
         of_rows = (_of_rows(x, eqn) for x in table.equations)
         rows = jaxprs.evaluated(of_rows, rows)
         if fills:  # After casts: the table's dtype may not hold this number.
@@ -260,12 +260,12 @@ def _reading(
         or (fills and len(dims.start_index_map) > 1)
     ):
         return None
-    given = _wide(inputs[1][..., dims.start_index_map.index(0)])
-    ids = inside_or_padding(given, height)
+    wide = _wide(inputs[1][..., dims.start_index_map.index(0)])
+    ids = inside_or_padding(wide, height)
     if fills:
         return ids, ids
     # With a promise that ids are inside, an id outside is clipped but has no gradient.
-    taken = inside_or_padding(jnp.clip(given, 0, height - 1), height)
+    taken = inside_or_padding(jnp.clip(wide, 0, height - 1), height)
     clips = mode == jax.lax.GatherScatterMode.CLIP
     return (taken if clips else ids), taken
 

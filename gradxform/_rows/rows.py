@@ -34,13 +34,13 @@ def rows_of(name: str, indices: A, height: int) -> A:
         # An empty list is a list of floats.
         indices = indices.astype(np.int32)  # type: ignore[assignment]
     if has_values(indices) and indices.size:
-        known = np.asarray(indices)
-        outside = (known < 0) | (known > height)
+        values = np.asarray(indices)
+        outside = (values < 0) | (values > height)
         if outside.any():
             first = tuple(np.argwhere(outside)[0].tolist())
             raise ValueError(
                 f"{name} must be in [0, {height}], where {height} is padding, got "
-                f"{known[first]} at position {list(first)}."
+                f"{values[first]} at position {list(first)}."
             )
     return inside_or_padding(indices, height)
 

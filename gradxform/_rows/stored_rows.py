@@ -65,21 +65,23 @@ def unchecked(
     return rows
 
 
-def numbers(self: Stored) -> jax.Array:
+def plain(self: Stored) -> jax.Array:
     """The indices, int32[n]."""
-    given = self._indices
-    if not (hasattr(given, "dtype") and opaque.is_opaque(given.dtype)):
-        return given
-    if isinstance(given, jax.Array):
-        return opaque.from_leaf(given, self.dense_shape[0])
-    return given.update(dtype=jnp.dtype(jnp.int32))  # A description.
+    stored = self._indices
+    if not (hasattr(stored, "dtype") and opaque.is_opaque(stored.dtype)):
+        return stored
+    if isinstance(stored, jax.Array):
+        return opaque.from_leaf(stored, self.dense_shape[0])
+    return stored.update(dtype=jnp.dtype(jnp.int32))  # A description.
 
 
 def _on_host(self: Stored) -> np.ndarray[Any, Any]:
-    given = self._indices
-    if not (isinstance(given, jax.Array) and opaque.is_opaque(given.dtype)):
-        return np.asarray(given)
-    return opaque.from_bits(np.asarray(jax.random.key_data(given)), self.dense_shape[0])
+    stored = self._indices
+    if not (isinstance(stored, jax.Array) and opaque.is_opaque(stored.dtype)):
+        return np.asarray(stored)
+    return opaque.from_bits(
+        np.asarray(jax.random.key_data(stored)), self.dense_shape[0]
+    )
 
 
 def padded(rows: Rows, length: int) -> Rows:
@@ -87,13 +89,13 @@ def padded(rows: Rows, length: int) -> Rows:
 
     It uses NumPy, so that no program is compiled for each number of rows.
     """
-    given: Stored = rows
+    stored: Stored = rows
     n, shape = len(rows.values), rows.dense_shape
     values = np.zeros((length, *shape[1:]), rows.dtype)
     values[:n] = rows.values
     indices = np.full(length, shape[0], np.int32)
     indices[:n] = _on_host(rows)
-    return unchecked(type(rows), indices, values, shape, given._summed)
+    return unchecked(type(rows), indices, values, shape, stored._summed)
 
 
 def shown(self: Stored) -> str:
@@ -108,9 +110,9 @@ def shown(self: Stored) -> str:
 # leaf.
 def _flatten(self: Stored) -> tuple[tuple[Any, Any], tuple[int, ...]]:
     """Children and static data."""
-    given = self._indices
-    is_number = isinstance(given, jax.Array | np.ndarray) and given.dtype == "int32"
-    leaf = opaque.to_leaf(given, self.dense_shape[0]) if is_number else given
+    stored = self._indices
+    is_array = isinstance(stored, jax.Array | np.ndarray) and stored.dtype == "int32"
+    leaf = opaque.to_leaf(stored, self.dense_shape[0]) if is_array else stored
     return (self.values, leaf), self.dense_shape
 
 

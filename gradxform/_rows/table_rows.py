@@ -103,7 +103,7 @@ class TableRows(SparseLeaf):
     @property
     def indices(self) -> jax.Array:
         """The rows of the table, int32[n]."""
-        return stored_rows.numbers(self)
+        return stored_rows.plain(self)
 
 
 def positions(part: TableRows, ids: jax.Array) -> jax.Array:
@@ -160,7 +160,7 @@ def as_arrays(
         return grads, params
     check_no_gradients("params", params)
 
-    def number(path: Path, p: Leaf, g: Leaf) -> Leaf:
+    def renumbered(path: Path, p: Leaf, g: Leaf) -> Leaf:
         if not isinstance(p, TableRows) or not maps.has_gradient(g):
             return g
         if not is_sparse(g):
@@ -171,7 +171,7 @@ def as_arrays(
             )
         return IndexedSlices(positions(p, g.indices), g.values, p.values.shape)
 
-    return maps.map_with_path(number, params, grads), maps.stored(params)
+    return maps.map_with_path(renumbered, params, grads), maps.stored(params)
 
 
 def with_rows(params: optax.Params, new: optax.Params) -> optax.Params:

@@ -87,9 +87,8 @@ class Core:
         worker, n = extra.get("worker"), self._num_workers
         if n is not None and worker is not None:
             # In the compiled step it is traced, and `worker_mean` would drop the push.
-            arguments.in_range(
-                "worker", jax.device_get(worker), f"[0, {n})", integer=True
-            )
+            index = jax.device_get(worker)
+            arguments.in_range("worker", index, f"[0, {n})", integer=True)
         if self._weighs and extra.get("weight") is not None:  # Traced there, too.
             weight = np.asarray(jax.device_get(extra["weight"])).tolist()
             extra = extra | {"weight": arguments.in_range("weight", weight, "[0, inf)")}

@@ -230,7 +230,7 @@ def leaves_like(
     Raises:
       TypeError: the two differ; the error names the first path.
     """
-    structures.check_leaves(name, tree, reference_name, reference)
+    structures.check_shapes(name, tree, reference_name, reference, same_nodes=False)
     structures.check_dtypes(name, tree, reference_name, reference)
     given = dict(jax.tree.leaves_with_path(tree))
     leaves = []

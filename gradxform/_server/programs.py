@@ -115,13 +115,10 @@ class PushPrograms:
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
-        options = {
-            "donate_argnums": 0 if self._donate else (),
-            # Along automatic axes the compiler may choose other shardings.
-            "out_shardings": (jax.tree.leaves(specs.shardings), place.everywhere)
-            if place.committed
-            else None,
-        }
+        options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
+        if place.committed:  # Along automatic axes the compiler may choose others.
+            kept = jax.tree.leaves(specs.shardings)
+            options["out_shardings"] = kept, place.everywhere
         with place.default_device():
             trace = traced(step, *args, **options)
             callbacks = Callbacks(len(place.everywhere.device_set))
@@ -156,8 +153,7 @@ def prepare(
     grads = maps.without_float0(grads)
     leaves, tree = jax.tree.flatten((grads, extra), is_leaf=_is_sparse_leaf)
     if not all(map(structures.is_usable, leaves)):
-        structures.check_usable("grads", grads)
-        structures.check_usable("extra", extra)
+        structures.check_usable(grads=grads, extra=extra)
     if any(map(_is_sparse_leaf, leaves)):
         with jax.transfer_guard("allow"):
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
@@ -204,8 +200,7 @@ def checked(
       RuntimeError: an array is deleted.
     """
     grads = maps.without_float0(grads)
-    structures.check_usable("grads", grads)
-    structures.check_usable("extra", extra)
+    structures.check_usable(grads=grads, extra=extra)
     check_fits(params, grads)
     structures.check_some_gradient("grads", grads)
     return grads

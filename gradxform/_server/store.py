@@ -173,12 +173,11 @@ class Store:
 
     def _write(self, snapshot: Snapshot) -> None:
         snapshot.ready()
+        arrays, settings = array_types(snapshot.state), self.checkpoint.settings
+        counters = snapshot.counters | {"arrays": arrays, "settings": settings}
         args = self._orbax.args
-        counters = {
-            **snapshot.counters,
-            "arrays": array_types(snapshot.state),
-            "settings": self.checkpoint.settings,
-        }
+        state, counted = args.StandardSave(snapshot.state), args.JsonSave(counters)
+        items = args.Composite(state=state, counters=counted)
         attempt = next(self._attempts)  # Also if this process now raises an error.
         if self._folder is not None:
             self._folder.check_own()
@@ -186,13 +185,7 @@ class Store:
         # together have to agree.
         clean, self._failed = self._together or self._failed, True
         with self._manager(clean=clean, attempt=attempt) as manager:
-            saved = manager.save(
-                snapshot.pushes,
-                args=args.Composite(
-                    state=args.StandardSave(snapshot.state),
-                    counters=args.JsonSave(counters),
-                ),
-            )
+            saved = manager.save(snapshot.pushes, args=items)
         if not saved:
             raise OSError(
                 f"{self.checkpoint.directory} holds a checkpoint of more than "
@@ -294,9 +287,8 @@ class Store:
         """
         args, target = self._orbax.args, self._orbax.utils.to_shape_dtype_struct
         with self._manager() as manager:
-            counters = manager.restore(
-                pushes, args=args.Composite(counters=args.JsonRestore())
-            )["counters"]
+            counted = args.Composite(counters=args.JsonRestore())
+            counters = manager.restore(pushes, args=counted)["counters"]
             self._check_job(pushes, like, counters.pop("arrays"))
             restore = args.StandardRestore(jax.tree.map(target, like))
             state = manager.restore(pushes, args=args.Composite(state=restore))["state"]

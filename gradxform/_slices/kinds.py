@@ -19,7 +19,7 @@ from gradxform._slices.rules import Along, shape_of
 from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
 from gradxform._trees import dtypes, maps
 from gradxform._trees.maps import Field
-from gradxform._trees.placeholders import Placeholder, is_placeholder, owners
+from gradxform._trees.placeholders import Placeholder, owned, state_for
 from gradxform._trees.states import mark_of
 from gradxform._trees.types import Leaf, Path, PyTree, Shape
 
@@ -51,12 +51,12 @@ class Whole(NamedTuple):
 
     def along(self, axis: int) -> Kind:
         """The same along another axis."""
-        return Kind(self.source, Along(axis, max(self.size, 1) // self.source.number))
+        return Kind(self.source, Along(axis, max(self.size, 1) // self.source.length))
 
     def sizes(self) -> list[int]:
         """Sizes of the axis for other numbers of slices."""
-        n, step = self.source.number, self.kind.along.entries
-        return [step * number for number in (n + 1, n - 1, 2 * n, 3 * n, n // 2)]
+        n, step = self.source.length, self.kind.along.entries
+        return [step * length for length in (n + 1, n - 1, 2 * n, 3 * n, n // 2)]
 
 
 def of_leaves(arrays: Mapping[Path, Whole], tree: PyTree[Leaf]) -> list[Kind | None]:
@@ -105,7 +105,7 @@ class States(NamedTuple):
         """The slices of the leaves of a step: two trees like parameters, and others.
 
         An extra argument has slices if it is a tree like the parameters, too. A leaf of
-        an array's state may have none, whatever its shape. The errors, by the numbers
+        an array's state may have none, whatever its shape. The errors, by the indices
         of such leaves, are for those that the step changes by the array's slices.
         """
         kinds = [*of_leaves(self.arrays, tree), *self.of(state)]
@@ -128,23 +128,14 @@ class States(NamedTuple):
             return Placeholder(path) if path in self.arrays else p
 
         try:
-            marks = owners(self.init, maps.map_with_path(mark, self.whole), state)
+            return owned(self.init, maps.map_with_path(mark, self.whole), state)
         except ValueError as error:
             structures.check_own_state(state, jax.eval_shape(self.init, self.whole))
             raise MixedSlicesError(
                 f"its init and the given state show no state of that "
-                f"{self.policy.whole} alone: in init make each array from its "
+                f"{self.policy.array} alone: in init make each array from its "
                 "parameter, by jax.tree.map"
             ) from error.__cause__
-        owned: dict[Path, Path] = {}
-
-        def own(start: Path, mark: object, part: optax.OptState) -> None:
-            if isinstance(mark, Placeholder):
-                ends = jax.tree.leaves_with_path(part)
-                owned.update(((*start, *end), mark.path) for end, _ in ends)
-
-        jax.tree.map_with_path(own, marks, state, is_leaf=is_placeholder)
-        return owned
 
     def of(self, state: optax.OptState) -> list[Kind | MixedSlicesError | None]:
         """The slices of each leaf of a state, or that it has none.
@@ -185,7 +176,7 @@ class States(NamedTuple):
         ours = {path: self.arrays[at] for path, at in owned.items() if at in changed}
         if any(own[path] != whole.shape for path, whole in ours.items()):
             raise MixedSlicesError(
-                f"its state is another one for a {self.policy.whole} of any other "
+                f"its state is another one for a {self.policy.array} of any other "
                 f"number of {self.policy.slice}s"
             )
         return {path: whole.kind for path, whole in ours.items()}
@@ -203,9 +194,8 @@ class States(NamedTuple):
             shape = *shape[:axis], size, *shape[axis + 1 :]
             return jax.ShapeDtypeStruct(shape, dtypes.dtype_of(p))
 
-        try:
-            other = jax.eval_shape(self.init, maps.map_with_path(describe, self.whole))
-        except Exception:  # An ``init`` may take no such size.
+        other = state_for(self.init, maps.map_with_path(describe, self.whole))
+        if other is None:
             return None
         before, after = (
             {
@@ -245,7 +235,7 @@ class States(NamedTuple):
             found[path] = error = self._refusal(
                 path, shape, fields[path], refused, is_owned=owner is not None
             )
-            if array is None and self.policy.is_numbered:
+            if array is None and self.policy.is_indexed:
                 continue  # It may be read, like a constant.
             if refused or array is None or shape != other or _may_have(array, shape):
                 raise error
@@ -263,7 +253,7 @@ class States(NamedTuple):
         """The error for a leaf: its classes refuse slices, or it has none."""
         of = refused[-1:] or [cls for cls, _ in fields[-1:]]
         where = " of ".join([jax.tree_util.keystr(path), *(cls.__name__ for cls in of)])
-        one, whole = self.policy.slice, self.policy.whole
+        one, whole = self.policy.slice, self.policy.array
         lacks = f"has no {one} for each {one} of the {whole}"
         hints = [mark_of(cls).hints.get(field) for cls, field in fields[-1:]]
         if not is_owned and not any(hints):
@@ -275,7 +265,7 @@ class States(NamedTuple):
 
 def _may_have(whole: Whole, shape: Shape) -> bool:
     """Whether there may be slices in a shape that is the same for another size."""
-    return whole.source.number > 1 and whole.size in shape
+    return whole.source.length > 1 and whole.size in shape
 
 
 def axes_that_differ(shape: Shape, other: Shape) -> list[int]:

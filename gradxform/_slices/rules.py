@@ -35,12 +35,12 @@ class Along(NamedTuple):
     axis: int
     entries: int = 1
 
-    def of(self, shape: Shape, number: int) -> Shape:
+    def of(self, shape: Shape, length: int) -> Shape:
         """The shape of an array that has another number of slices."""
-        return *shape[: self.axis], self.entries * number, *shape[self.axis + 1 :]
+        return *shape[: self.axis], self.entries * length, *shape[self.axis + 1 :]
 
 
-# (equation, number of an operand, its slices, how many) -> those of the result, or None
+# (equation, index of an operand, its slices, how many) -> those of the result, or None
 # if the operation mixes them, or if the operand is the same for each slice
 After: TypeAlias = Callable[["JaxprEqn", int, Along, int], Along | None]
 
@@ -76,28 +76,28 @@ def shape_of(x: Any) -> Shape:
 
 
 def _elementwise(
-    eqn: JaxprEqn, operand: int, along: Along, number: int
+    eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """An operand may have one entry along an axis, for all entries of the result."""
-    del number
+    del length
     shape, made = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     is_there = along.axis < len(made) and shape[along.axis] == made[along.axis]
     return along if is_there else None
 
 
-def _broadcast(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    del number
+def _broadcast(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    del length
     axis = eqn.params["broadcast_dimensions"][along.axis]
     sizes = shape_of(eqn.invars[operand])[along.axis], shape_of(eqn.outvars[0])[axis]
     return along._replace(axis=axis) if sizes[0] == sizes[1] else None
 
 
-def _transposed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del operand, number
+def _transposed(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del operand, length
     return along._replace(axis=eqn.params["permutation"].index(along.axis))
 
 
-def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _reshaped(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """The entries of each slice stay together, and in order.
 
     ``dimensions`` is the order in which the axes are read, as in Fortran's.
@@ -106,19 +106,19 @@ def _reshaped(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     axes = eqn.params["dimensions"] or tuple(range(len(shape)))
     in_front = math.prod(shape[a] for a in axes[: axes.index(along.axis)])
     for axis, size in enumerate(made):
-        if math.prod(made[:axis]) == in_front and size and not size % number:
-            return Along(axis, size // number)
+        if math.prod(made[:axis]) == in_front and size and not size % length:
+            return Along(axis, size // length)
     return None
 
 
 def _beside(
-    axes: str, eqn: JaxprEqn, operand: int, along: Along, number: int
+    axes: str, eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """The operation mixes entries along other axes, and may drop these.
 
     ``axes`` is the parameter with these axes.
     """
-    del number
+    del length
     own = eqn.params[axes]
     before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     own = own if isinstance(own, tuple) else (own % len(before),)
@@ -127,47 +127,47 @@ def _beside(
 
 
 def _in_front(
-    axes: int, eqn: JaxprEqn, operand: int, along: Along, number: int
+    axes: int, eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """So many last axes are one object; others are a batch."""
-    del operand, number
+    del operand, length
     rank = max(len(shape_of(x)) for x in eqn.invars)
     return along if along.axis < rank - axes else None
 
 
 def _transformed(
-    eqn: JaxprEqn, operand: int, along: Along, number: int
+    eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
     """Fourier's transforms are along the last axes; axes in front are a batch."""
-    del number
+    del length
     first = len(shape_of(eqn.invars[operand])) - len(eqn.params["fft_lengths"])
     return along if along.axis < first else None
 
 
-def _cut(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _cut(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """The axis of the slices is left as it is."""
-    del number
+    del length
     axis, size = along.axis, shape_of(eqn.invars[operand])[along.axis]
     names = ("start_indices", "limit_indices", "strides")
     cut = [(eqn.params[name] or {axis: 1})[axis] for name in names]
     return along if cut == [0, size, 1] else None
 
 
-def _stacked(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del operand, number
+def _stacked(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del operand, length
     return along._replace(axis=along.axis + (eqn.params["axis"] <= along.axis))
 
 
-def _written(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _written(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """What is written has entries of each slice."""
-    del operand, number
+    del operand, length
     whole, part, *_ = map(shape_of, eqn.invars)
     return along if whole[along.axis] == part[along.axis] else None
 
 
-def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _read(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Each slice has its own indices, or each index reads of all slices."""
-    del number
+    del length
     size = shape_of(eqn.invars[operand])[along.axis]
     for axis, axes in enumerate(_axes(eqn, eqn.outvars[0])):
         if axes[operand] == along.axis and shape_of(eqn.outvars[0])[axis] == size:
@@ -175,9 +175,9 @@ def _read(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | Non
     return None
 
 
-def _scattered(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _scattered(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """The array, the indices and what is written have the same slices."""
-    del number
+    del length
     whole, _, part = map(shape_of, eqn.invars)
     for axis, axes in enumerate(_axes(eqn, eqn.invars[2])):
         is_it = (*axes, axis)[operand] == along.axis
@@ -198,16 +198,16 @@ def _axes(eqn: JaxprEqn, part: Any) -> list[tuple[int | None, int | None]]:
     ]
 
 
-def _scanned(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _scanned(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """A scan over slices, as ``jax.lax.map``, takes none of them to the next one."""
-    del number
+    del length
     constants, carry = versions.scan_lengths(eqn)
     is_alone = operand >= constants and not (carry or along.axis or eqn.effects)
     return along if is_alone else None
 
 
-def _reduced(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del operand, number
+def _reduced(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del operand, length
     return _without(eqn.params["axes"], along) or along._replace(axis=-1)
 
 
@@ -217,15 +217,15 @@ def _without(axes: tuple[int, ...], along: Along) -> Along | None:
     return along._replace(axis=along.axis - sum(a < along.axis for a in axes))
 
 
-def _padded(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _padded(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Entries may be added along other axes."""
-    del operand, number
+    del operand, length
     return None if any(eqn.params["padding_config"][along.axis]) else along
 
 
-def _windowed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _windowed(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Each window has one entry along the axis, and there is one for each entry."""
-    del operand, number
+    del operand, length
     axis = along.axis
     names = ("window_dimensions", "window_strides", "base_dilation")
     sizes = [eqn.params[name][axis] for name in names if name in eqn.params]
@@ -233,12 +233,12 @@ def _windowed(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along |
     return along if is_alone else None
 
 
-def _tiled(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
-    del operand, number
+def _tiled(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    del operand, length
     return along if eqn.params["reps"][along.axis] == 1 else None
 
 
-def _convolved(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _convolved(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Slices of a batch, of filters for one array, or groups of an array and filters.
 
     A slice has as many groups as another one. A filter gives one feature of the result.
@@ -250,9 +250,9 @@ def _convolved(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along 
         return along._replace(axis=made[0])
     if along.axis != (array[0 if is_batch else 1], filters[0])[operand]:
         return None
-    if groups % number and (operand == 0 or groups > 1):
+    if groups % length and (operand == 0 or groups > 1):
         return None
-    return Along(made[1], shape_of(eqn.outvars[0])[made[1]] // number)
+    return Along(made[1], shape_of(eqn.outvars[0])[made[1]] // length)
 
 
 def _groups(eqn: JaxprEqn) -> tuple[str, int]:
@@ -262,8 +262,8 @@ def _groups(eqn: JaxprEqn) -> tuple[str, int]:
     return name, eqn.params[name]
 
 
-def _multiplied(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along:
-    del number
+def _multiplied(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
+    del length
     contracted, batch = eqn.params["dimension_numbers"]
     ours, axis = contracted[operand], along.axis
     if axis in ours:
@@ -277,9 +277,9 @@ def _multiplied(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along
     return along._replace(axis=before)
 
 
-def _drawn(eqn: JaxprEqn, operand: int, along: Along, number: int) -> Along | None:
+def _drawn(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
     """Each key draws its bits; only keys of Threefry do so in an array of keys."""
-    del operand, number
+    del operand, length
     return along if versions.are_drawn_alone(eqn.invars[0]) else None
 
 
@@ -322,9 +322,9 @@ RULES: dict[str, Rule] = {
 
 
 def after(
-    name: str, eqn: JaxprEqn, operand: int, along: Along, number: int
+    name: str, eqn: JaxprEqn, operand: int, along: Along, length: int
 ) -> Along | None:
-    """The slices of a result, from those of an operand that has ``number`` of them.
+    """The slices of a result, from those of an operand that has ``length`` of them.
 
     None: the operation mixes them, or nothing is known of it, or the operand is the
     same for each slice.
@@ -332,7 +332,7 @@ def after(
     rule = RULES.get(name)
     if rule is None or not rule.knows(eqn):
         return None
-    return rule.after(eqn, operand, along, number)
+    return rule.after(eqn, operand, along, length)
 
 
 def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:
@@ -341,24 +341,24 @@ def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:
     return name in versions.MAKES and not is_counted
 
 
-def resized(name: str, eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
+def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
     if name == Op.CONVOLUTION:
         return _regrouped(eqn, along, number)
     if name not in versions.OF_SHAPE:
         return eqn
-    shape: Any = along.of(shape_of(eqn.outvars[0]), number)
+    shape: Any = along.of(shape_of(eqn.outvars[0]), length)
     if name == Op.RANDOM_BITS:  # The keys have the first axes.
         shape = shape[len(shape_of(eqn.invars[0])) :]
     elif name == Op.SLICE:
-        shape = along.of(eqn.params["limit_indices"], number)
+        shape = along.of(eqn.params["limit_indices"], length)
     elif name == Op.SCAN:
         shape = shape[0]
     elif name == Op.GATHER:
         axis, index = _axes(eqn, eqn.outvars[0])[along.axis]
         shape = eqn.params["slice_sizes"]
         if axis is not None and index is None:
-            shape = along._replace(axis=axis).of(shape, number)
+            shape = along._replace(axis=axis).of(shape, length)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})
 
 
@@ -367,8 +367,8 @@ def _regrouped(eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
     *_, made = eqn.params["dimension_numbers"]
     if along.axis != made[1]:
         return eqn
-    whole = shape_of(eqn.outvars[0])[made[1]] // along.entries
+    length = shape_of(eqn.outvars[0])[made[1]] // along.entries
     name, groups = _groups(eqn)
-    if groups % whole:  # Filters for one array.
+    if groups % length:  # Filters for one array.
         return eqn
-    return eqn.replace(params=eqn.params | {name: groups // whole * number})
+    return eqn.replace(params=eqn.params | {name: groups // length * number})

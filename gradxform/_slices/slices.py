@@ -49,15 +49,15 @@ class Source(NamedTuple):
     """Whose slices they are; only those of one source belong together.
 
     Attributes:
-      number: how many the whole array has.
-      given: how many are there.
-      is_whole: whether these are all of them, in order.
+      length: how many the whole array has.
+      present: how many are there.
+      is_complete: whether these are all of them, in order.
       path: that of the table; stacks of one scan belong together.
     """
 
-    number: int
-    given: int
-    is_whole: bool = False
+    length: int
+    present: int
+    is_complete: bool = False
     path: Path = ()
 
 
@@ -106,7 +106,7 @@ class Missing(NamedTuple):
     by: JaxprEqn | None = None
 
     @property
-    def is_given(self) -> bool:
+    def is_input(self) -> bool:
         """Whether it was given, and no operation has used it yet."""
         return self.is_absent and self.by is None
 
@@ -117,13 +117,13 @@ class Missing(NamedTuple):
 
     def used(self, eqn: JaxprEqn) -> Missing:
         """The result of an operation that needs it."""
-        return self._replace(by=eqn) if self.is_given else self
+        return self._replace(by=eqn) if self.is_input else self
 
 
 # An array without slices, a literal, or one of the classes above.
 Value: TypeAlias = Any
 # Arrays of some values, by their positions.
-Numbered: TypeAlias = dict[int, jax.Array]
+ByIndex: TypeAlias = dict[int, jax.Array]
 
 
 class Policy(NamedTuple):
@@ -131,19 +131,19 @@ class Policy(NamedTuple):
 
     Attributes:
       slice: the word in messages for a slice.
-      whole: the word in messages for an array that has slices.
+      array: the word in messages for an array that has slices.
       refused: operations that it does not take, in spite of their rules.
       add_up: (equation, kinds of its operands, operands) -> the results of an equation
         that adds up all slices; None if it must not.
-      is_numbered: whether a slice knows its number. So it may read arrays that have one
+      is_indexed: whether a slice knows its index. So it may read arrays that have one
         entry for each slice.
     """
 
     slice: str
-    whole: str
+    array: str
     refused: Collection[str]
     add_up: Callable[[JaxprEqn, list[Kind | None], list[Any]], list[jax.Array] | None]
-    is_numbered: bool = False
+    is_indexed: bool = False
 
 
 class Notes(NamedTuple):
@@ -169,28 +169,28 @@ def trace_whole(
     f: Callable[..., PyTree[Any]],
     args: PyTree[Any],
     kinds: Mapping[int, Kind],
-    given: Mapping[int, Any],
+    inputs: Mapping[int, Any],
 ) -> WholeProgram:
-    """The jaxpr of ``f(*args)``, as a function of the leaves in ``given``.
+    """The jaxpr of ``f(*args)``, as a function of the leaves in ``inputs``.
 
-    ``given`` has leaves by their number, slices of those that have a kind, or arrays of
+    ``inputs`` has leaves by their index, slices of those that have a kind, or arrays of
     their types. Other leaves are constants.
     """
     leaves, treedef = maps.flatten(args)
 
-    def call(whole: Numbered) -> PyTree[jax.Array]:
-        filled = [whole.get(i, x) for i, x in enumerate(leaves)]
+    def call(values: ByIndex) -> PyTree[jax.Array]:
+        filled = [values.get(i, x) for i, x in enumerate(leaves)]
         return f(*jax.tree.unflatten(treedef, filled))
 
-    def whole(i: int, x: Any) -> Any:
+    def described(i: int, x: Any) -> Any:
         shape, kind = np.shape(leaves[i]), kinds.get(i)
         if kind is not None:  # A table without rows is traced as if it had one.
-            shape = kind.along.of(shape, kind.source.number)
+            shape = kind.along.of(shape, kind.source.length)
         return jax.typeof(x).update(shape=shape, memory_space=host.DEVICE)
 
-    wholes = {i: whole(i, x) for i, x in given.items()}
+    types = {i: described(i, x) for i, x in inputs.items()}
     with jax.disable_jit(False):  # Otherwise it would unroll loops.
-        closed, results = jax.make_jaxpr(call, return_shape=True)(wholes)
+        closed, results = jax.make_jaxpr(call, return_shape=True)(types)
     return WholeProgram(closed, jax.tree.structure(results))
 
 
@@ -200,17 +200,17 @@ class Evaluator:
 
     Attributes:
       policy: the rules of this use alone.
-      known: the results of some equations, which a first pass has found out.
+      noted: the results of some equations, which a first pass has found out.
       notes: of a first pass. Effects wait for the second one.
       at: the place of the equation that this part of a program is inside of.
-      first: int32[] for each source, the number of its first slice that is there.
-        Others follow it. Without it nobody knows the numbers of slices.
+      first: int32[] for each source, the index of its first slice that is there.
+        Others follow it. Without it nobody knows the indices of slices.
       made: deferred results that are there already, as slices or, for None, whole. One
         that many equations read is made once.
     """
 
     policy: Policy
-    known: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    noted: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
     notes: Notes | None = None
     at: Place = ()
     first: Mapping[Source, jax.Array] = dataclasses.field(default_factory=dict)
@@ -240,15 +240,15 @@ class Evaluator:
             raise MixedSlicesError(x.reason)
         if kind is not None:
             return self._sliced(x, kind, eqn)
-        if isinstance(x, Slices) and not x.kind.source.is_whole:
+        if isinstance(x, Slices) and not x.kind.source.is_complete:
             self._mixes(eqn)
-        return self._whole(x)
+        return self._materialized(x)
 
     def apply(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         """The results of an equation."""
         place = self._place(eqn)
-        if place in self.known:
-            return self.known[place]
+        if place in self.noted:
+            return self.noted[place]
         results = self._attempt(name, inputs, eqn)
         if self.notes is not None and all(map(_is_scalar, results)):
             self.notes.scalars[place] = results
@@ -262,7 +262,7 @@ class Evaluator:
             # A sum over a mesh axis is an effect, too, but only its result counts.
             is_effect = eqn.effects and (not eqn.outvars or jaxprs.calls_host(eqn))
             # It may belong to a later part of the program.
-            if is_effect and self.notes is None and not missing.is_given:
+            if is_effect and self.notes is None and not missing.is_input:
                 raise MixedSlicesError(missing.reason)
             return [missing.used(eqn)] * len(eqn.outvars)
         try:
@@ -280,12 +280,12 @@ class Evaluator:
             return self._of_slices(name, inputs, eqn)
         if _is_deferred(name, inputs, eqn):
             return [Deferred(name, eqn, inputs)]
-        return versions.evaluate(eqn, list(map(self._whole, inputs)))
+        return versions.evaluate(eqn, list(map(self._materialized, inputs)))
 
     def _of_slices(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         """The results of an equation that reads slices."""
         if name in versions.DEBUG and versions.jit_is_disabled():
-            return versions.evaluate(eqn, list(map(self._whole, inputs)))
+            return versions.evaluate(eqn, list(map(self._materialized, inputs)))
         found = {
             self._after(name, eqn, k, x.kind)
             for k, x in enumerate(inputs)
@@ -293,8 +293,8 @@ class Evaluator:
         }
         kind, *more = found
         if more or kind is None:
-            if all(x.kind.source.is_whole for x in inputs if isinstance(x, Slices)):
-                return versions.evaluate(eqn, list(map(self._whole, inputs)))
+            if all(x.kind.source.is_complete for x in inputs if isinstance(x, Slices)):
+                return versions.evaluate(eqn, list(map(self._materialized, inputs)))
             self._mixes(eqn)
         kinds, operands = self._operands(name, inputs, eqn, kind)
         if kind.along.axis < 0:
@@ -303,14 +303,14 @@ class Evaluator:
                 self.notes.parts[self._place(eqn)] = eqn, part
             results = self.policy.add_up(eqn, kinds, operands)
             return self._mixes(eqn) if results is None else results
-        eqn = resized(name, eqn, kind.along, kind.source.given)
+        eqn = resized(name, eqn, kind.along, kind.source.present)
         return [Slices(x, kind) for x in versions.evaluate(eqn, operands)]
 
     def _after(self, name: str, eqn: JaxprEqn, operand: int, kind: Kind) -> Kind | None:
         """The slices of a result, from those of an operand."""
         if name in self.policy.refused:
             return None
-        along = after(name, eqn, operand, kind.along, kind.source.number)
+        along = after(name, eqn, operand, kind.along, kind.source.length)
         return along and Kind(kind.source, along)
 
     def _operands(
@@ -325,14 +325,14 @@ class Evaluator:
             if isinstance(x, Slices):
                 continue
             for axis, size in enumerate(shape_of(eqn.invars[k])):
-                before = Kind(source, Along(axis, size // source.number))
-                fits = not size % source.number
+                before = Kind(source, Along(axis, size // source.length))
+                fits = not size % source.length
                 if fits and self._after(name, eqn, k, before) == kind:
                     kinds[k] = before
                     break
         pairs = zip(inputs, kinds, strict=True)
         return kinds, [
-            self._whole(x) if kind is None else self._sliced(x, kind, eqn)
+            self._materialized(x) if kind is None else self._sliced(x, kind, eqn)
             for x, kind in pairs
         ]
 
@@ -343,21 +343,23 @@ class Evaluator:
         """
         source, along = kind
         if isinstance(x, Slices):
-            return x.array if x.kind == kind or source.is_whole else self._mixes(eqn)
+            return x.array if x.kind == kind or source.is_complete else self._mixes(eqn)
         try:
             if isinstance(x, Deferred):
                 return self._made(x, kind)
         except MixedSlicesError:
             is_short = math.prod(shape := shape_of(x.eqn.outvars[0])) == max(shape)
-            if source.number > 1 and not (is_short and source in self.first):
+            if source.length > 1 and not (is_short and source in self.first):
                 raise
-        if source.number == 1:  # It is the only slice.
-            array = self._whole(x)
-            times = [source.given if a == along.axis else 1 for a in range(array.ndim)]
-            return array if source.given == 1 else jnp.tile(array, times)
+        if source.length == 1:  # It is the only slice.
+            array = self._materialized(x)
+            times = [
+                source.present if a == along.axis else 1 for a in range(array.ndim)
+            ]
+            return array if source.present == 1 else jnp.tile(array, times)
         if source in self.first:
-            start, size = self.first[source], along.entries * source.given
-            array = jnp.asarray(self._whole(x))
+            start, size = self.first[source], along.entries * source.present
+            array = jnp.asarray(self._materialized(x))
             return jax.lax.dynamic_slice_in_dim(
                 array, start * along.entries, size, along.axis
             )
@@ -375,13 +377,13 @@ class Evaluator:
             return self.made[x, kind]
         name, eqn, along = x.name, x.eqn, kind.along
         kinds, operands = self._operands(name, x.inputs, eqn, kind)
-        # Each layer would get the same bits, unless it has its own key.
-        is_same = name == Op.RANDOM_BITS and self.policy.is_numbered
+        # Each layer would get the same bits, unless it has a key of its own.
+        is_same = name == Op.RANDOM_BITS and self.policy.is_indexed
         is_read = any(kinds) or (is_made(name, eqn, along) and not is_same)
         is_counted = not is_read and name == Op.IOTA and kind.source in self.first
         if not (is_read or is_counted) or name in self.policy.refused:
             self._mixes(eqn)
-        eqn = resized(name, eqn, along, kind.source.given)
+        eqn = resized(name, eqn, along, kind.source.present)
         (array,) = versions.evaluate(eqn, operands)
         if is_counted:
             start = self.first[kind.source] * along.entries
@@ -389,12 +391,12 @@ class Evaluator:
         self.made[x, kind] = array
         return array
 
-    def _whole(self, x: Value) -> Any:
+    def _materialized(self, x: Value) -> Any:
         """A value without slices as an array, or as it is."""
         if not isinstance(x, Deferred):
             return x.array if isinstance(x, (Constant, Slices)) else x
         if (x, None) not in self.made:
-            (array,) = versions.evaluate(x.eqn, list(map(self._whole, x.inputs)))
+            (array,) = versions.evaluate(x.eqn, list(map(self._materialized, x.inputs)))
             self.made[x, None] = array
         return self.made[x, None]
 
@@ -428,32 +430,34 @@ class Evaluator:
         """The results of a scan. It goes over slices, or each step has all of them."""
         num_consts, num_carry = versions.scan_lengths(eqn)
         start = num_consts + num_carry
-        xs = [x if isinstance(x, _READ) else self._whole(x) for x in inputs[start:]]
+        xs = [
+            x if isinstance(x, _READ) else self._materialized(x) for x in inputs[start:]
+        ]
         if any(isinstance(x, Slices) and not x.kind.along.axis for x in xs):
             if missing := _missing(inputs):
                 return [missing.used(eqn)] * len(eqn.outvars)
             return self._of_slices(Op.SCAN, inputs, eqn)
         inside, each = self._inside(eqn)._traced(), [_moved(x, -1) for x in xs]
 
-        def step(carry: list[Value], given: Numbered) -> list[Value]:
-            values = [*inputs[:num_consts], *carry, *_filled(each, given)]
+        def step(carry: list[Value], flat: ByIndex) -> list[Value]:
+            values = [*inputs[:num_consts], *carry, *_filled(each, flat)]
             return inside.results(eqn.params["jaxpr"], values)
 
-        def loop(f: Callable[..., Any], init: Numbered) -> Any:
+        def loop(f: Callable[..., Any], init: ByIndex) -> Any:
             how = {name: eqn.params[name] for name in ("length", "reverse", "unroll")}
-            return jax.lax.scan(f, init, _given(xs), **how)
+            return jax.lax.scan(f, init, _flat(xs), **how)
 
-        carry, made = self._settled(eqn, inputs[num_consts:start], step, loop)
-        like = [*carry, *made[num_carry:]]
+        carry, after = self._settled(eqn, inputs[num_consts:start], step, loop)
+        like = [*carry, *after[num_carry:]]
         ys = [k for k in range(num_carry, len(like)) if not _missing([like[k]])]
 
-        def f(given: Numbered, x: Numbered) -> tuple[Numbered, Numbered]:
-            new = step(_filled(carry, given), x)
+        def f(flat: ByIndex, x: ByIndex) -> tuple[ByIndex, ByIndex]:
+            new = step(_filled(carry, flat), x)
             arrays = functools.partial(inside._alike, like, new, eqn)
-            return arrays(given), arrays(ys)
+            return arrays(flat), arrays(ys)
 
-        last, given = loop(f, _given(carry))
-        results = _filled(like, last | given)
+        last, flat = loop(f, _flat(carry))
+        results = _filled(like, last | flat)
         return results[:num_carry] + [_moved(x, 1) for x in results[num_carry:]]
 
     def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
@@ -483,17 +487,17 @@ class Evaluator:
 
         carry, _ = self._settled(eqn, inputs[start:], step, lambda f, init: f(init))
 
-        def cond(given: Numbered) -> jax.Array:
-            pred = predicate(_filled(carry, given))
+        def cond(flat: ByIndex) -> jax.Array:
+            pred = predicate(_filled(carry, flat))
             if isinstance(pred, Slices):  # Each ends by itself: no other one counts.
-                source = pred.kind.source._replace(is_whole=True)
+                source = pred.kind.source._replace(is_complete=True)
                 pred = Slices(pred.array, pred.kind._replace(source=source))
             return inside.arrays(inside.results(goes_on, [pred]), [None])[0]
 
-        def f(given: Numbered) -> Numbered:
-            return inside._alike(carry, step(_filled(carry, given)), eqn, given)
+        def f(flat: ByIndex) -> ByIndex:
+            return inside._alike(carry, step(_filled(carry, flat)), eqn, flat)
 
-        return _filled(carry, jax.lax.while_loop(cond, f, _given(carry)))
+        return _filled(carry, jax.lax.while_loop(cond, f, _flat(carry)))
 
     def _settled(
         self,
@@ -506,26 +510,28 @@ class Evaluator:
 
         The results of a step are returned, too, without their arrays.
         """
-        carry, made = list(map(jaxprs.as_array, carry, eqn.outvars)), list[Value]()
+        carry, after = list(map(jaxprs.as_array, carry, eqn.outvars)), list[Value]()
 
-        def f(given: Numbered, *x: Numbered) -> tuple[Numbered, None]:
-            new = step(_filled(carry, given), *x)
+        def f(flat: ByIndex, *x: ByIndex) -> tuple[ByIndex, None]:
+            new = step(_filled(carry, flat), *x)
             pairs = itertools.zip_longest(new, carry)
-            made[:] = [y if y is x else _without_array(y) for y, x in pairs]
-            return given, None
+            after[:] = [y if y is x else _without_array(y) for y, x in pairs]
+            return flat, None
 
         while True:
             once = functools.partial(f)  # JAX would not trace one function twice.
-            jax.eval_shape(functools.partial(loop, once), _given(carry))
-            pairs = list(zip(carry, made, strict=False))
+            jax.eval_shape(functools.partial(loop, once), _flat(carry))
+            pairs = list(zip(carry, after, strict=False))
             new = [self._carried(x, y, eqn) for x, y in pairs]
             if all(map(operator.is_, new, carry)):
                 new = [
-                    self._whole(x) if isinstance(x, _UNREAD) and x is not y else x
+                    self._materialized(x)
+                    if isinstance(x, _UNREAD) and x is not y
+                    else x
                     for x, y in pairs
                 ]
             if all(map(operator.is_, new, carry)):
-                return carry, made
+                return carry, after
             carry = new
 
     def _alike(
@@ -534,7 +540,7 @@ class Evaluator:
         new: list[Value],
         eqn: JaxprEqn,
         positions: Iterable[int],
-    ) -> Numbered:
+    ) -> ByIndex:
         """Results at these positions as arrays, with the slices that others have."""
         array = self._anew()._array
         return {k: array(new[k], _kind(like[k]), eqn) for k in positions}
@@ -549,17 +555,17 @@ class Evaluator:
 
     def _barrier(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Each result is one of the inputs."""
-        given = _given(inputs)
-        after = versions.evaluate(eqn, list(given.values())) if given else []
-        new = dict(zip(given, after, strict=True))
-        return _filled(inputs, new)
+        flat = _flat(inputs)
+        new = versions.evaluate(eqn, list(flat.values())) if flat else []
+        by_position = dict(zip(flat, new, strict=True))
+        return _filled(inputs, by_position)
 
     def _over_mesh(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Each result is one of the inputs, of all devices along named axes."""
         is_named = all(isinstance(axis, str) for axis in versions.mesh_axes(eqn))
         if not is_named or jaxprs.name_of(eqn) in self.policy.refused:
             self._mixes(eqn)
-        there = [self._whole(x) if isinstance(x, _UNREAD) else x for x in inputs]
+        there = [self._materialized(x) if isinstance(x, _UNREAD) else x for x in inputs]
         results = self._barrier(eqn, there)
         return [x.used(eqn) if isinstance(x, Missing) else x for x in results]
 
@@ -570,8 +576,8 @@ class Evaluator:
         insides = [self._inside(eqn, n) for n in range(len(branches))]
         platforms = eqn.params.get("branches_platforms") or ()
         if None in platforms:  # Forms for one platform are for whole arrays.
-            number = platforms.index(None)
-            return insides[number].results(branches[number], operands)
+            k = platforms.index(None)
+            return insides[k].results(branches[k], operands)
         if self.notes is not None:  # An equation inside may add up slices.
             pairs = zip(insides, branches, strict=True)
             sides = [inside.results(branch, operands) for inside, branch in pairs]
@@ -582,11 +588,11 @@ class Evaluator:
                 self._selected(index, column) for column in zip(*sides, strict=True)
             ]
 
-        def results(n: int, given: Numbered) -> list[Value]:
+        def results(n: int, flat: ByIndex) -> list[Value]:
             inside = insides[n]._traced()
-            return inside.results(branches[n], _filled(operands, given))
+            return inside.results(branches[n], _filled(operands, flat))
 
-        return self._switch(index, len(branches), results, _given(operands))
+        return self._switch(index, len(branches), results, _flat(operands))
 
     def _selected(self, index: jax.Array, column: Sequence[Value]) -> Value:
         """A result of a conditional, from those of its branches."""
@@ -599,26 +605,26 @@ class Evaluator:
     def _switch(
         self,
         index: jax.Array,
-        number: int,
-        results: Callable[[int, Numbered], list[Value]],
-        given: Numbered,
+        num_branches: int,
+        results: Callable[[int, ByIndex], list[Value]],
+        flat: ByIndex,
     ) -> list[Value]:
         """``jax.lax.switch`` over functions of arrays whose results are any values."""
         from jax.extend.core import jaxpr_as_fun
 
-        made: list[list[Value]] = []
+        each_side: list[list[Value]] = []
 
-        def there(n: int, given: Numbered) -> Numbered:
-            values = results(n, given)
-            made.append(list(map(_without_array, values)))
+        def there(n: int, flat: ByIndex) -> ByIndex:
+            values = results(n, flat)
+            each_side.append(list(map(_without_array, values)))
             array, each = self._anew()._array, enumerate(values)
             return {k: array(x, _kind(x)) for k, x in each if not _missing([x])}
 
         programs = [
-            jax.make_jaxpr(functools.partial(there, n), return_shape=True)(given)
-            for n in range(number)
+            jax.make_jaxpr(functools.partial(there, n), return_shape=True)(flat)
+            for n in range(num_branches)
         ]
-        columns = list(zip(*made, strict=True))
+        columns = list(zip(*each_side, strict=True))
         kinds = [next(filter(None, map(_kind, column)), None) for column in columns]
         missing = list(map(_missing, columns))
         pairs = zip(columns, kinds, missing, strict=True)
@@ -626,19 +632,19 @@ class Evaluator:
             reason or {*map(_kind, column)} == {kind} for column, kind, reason in pairs
         )
 
-        def taken(n: int, given: Numbered) -> list[jax.Array]:
+        def taken(n: int, flat: ByIndex) -> list[jax.Array]:
             if are_alike:
                 program, types = programs[n]
-                arrays = jaxpr_as_fun(program)(*jax.tree.leaves(given))
+                arrays = jaxpr_as_fun(program)(*jax.tree.leaves(flat))
                 pairs = zip(types, arrays, strict=True)
                 return [x for k, x in pairs if not missing[k]]
             # Now it is known which slices the results of other branches have.
-            made = zip(results(n, given), kinds, missing, strict=True)
-            there = [(x, kind) for x, kind, reason in made if not reason]
+            triples = zip(results(n, flat), kinds, missing, strict=True)
+            there = [(x, kind) for x, kind, reason in triples if not reason]
             return self.arrays(*zip(*there, strict=True)) if there else []
 
-        sides = [functools.partial(taken, n) for n in range(number)]
-        arrays = iter(jax.lax.switch(index, sides, given))
+        sides = [functools.partial(taken, n) for n in range(num_branches)]
+        arrays = iter(jax.lax.switch(index, sides, flat))
         return [
             reason or _of_kind(next(arrays), kind)
             for reason, kind in zip(missing, kinds, strict=True)
@@ -657,30 +663,30 @@ class Evaluator:
 
     def _custom_jvp(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a ``custom_jvp``, with its derivative."""
-        closed, number = versions.opened(eqn), len(eqn.outvars)
+        closed, num_results = versions.opened(eqn), len(eqn.outvars)
         run = functools.partial(self._inside(eqn).results, closed)
         if _missing(inputs):  # It has no derivative either.
             return run(inputs)
         if not any(isinstance(x, Slices) for x in inputs):
-            return versions.evaluate(eqn, list(map(self._whole, inputs)))
+            return versions.evaluate(eqn, list(map(self._materialized, inputs)))
         if self.notes is not None:  # As in a conditional.
             run(inputs)
-        given = [self._beside(x, k, eqn, inputs) for k, x in enumerate(inputs)]
-        before, kinds = list(map(_kind, given)), list[Kind | None]()
+        operands = [self._beside(x, k, eqn, inputs) for k, x in enumerate(inputs)]
+        before, kinds = list(map(_kind, operands)), list[Kind | None]()
         # A program keeps the rule, so the rule may keep no array of this trace.
-        rebuild, own = self._inside(eqn)._rebuilt()
+        rebuild, held = self._inside(eqn)._rebuilt()
 
         def results(
             inside: Evaluator, program: ClosedJaxpr, *arrays: jax.Array
         ) -> list[Value]:
             each = before * (len(arrays) // len(before))
             values = inside.results(program, list(map(_of_kind, arrays, each)))
-            kinds[:] = map(_kind, values[:number])
+            kinds[:] = map(_kind, values[:num_results])
             return values
 
         @jax.custom_jvp
-        def f(own: Any, *arrays: jax.Array) -> list[jax.Array]:
-            inside = rebuild(own)
+        def f(held: Any, *arrays: jax.Array) -> list[jax.Array]:
+            inside = rebuild(held)
             return inside.arrays(results(inside, closed, *arrays), kinds)
 
         @f.defjvp
@@ -689,16 +695,16 @@ class Evaluator:
         ) -> tuple[list[Any], list[Any]]:
             inside, arrays = rebuild(primals[0]), (*primals[1:], *tangents[1:])
             values = results(inside, _derivative(eqn), *arrays)
-            new = inside.arrays(values[:number], kinds)
+            new = inside.arrays(values[:num_results], kinds)
             pairs = zip(new, kinds, strict=True)
             real = [kind for x, kind in pairs if _is_real(x)]
-            moved = iter(inside.arrays(values[number:], real))
+            moved = iter(inside.arrays(values[num_results:], real))
             return new, [
                 next(moved) if _is_real(x) else np.zeros(x.shape, jax.dtypes.float0)
                 for x in new
             ]
 
-        arrays = f(own, *map(self._whole, given))
+        arrays = f(held, *map(self._materialized, operands))
         return list(map(_of_kind, arrays, kinds))
 
     def _rebuilt(self) -> tuple[Callable[[Any], Evaluator], Any]:
@@ -706,15 +712,15 @@ class Evaluator:
 
         The function itself keeps no array.
         """
-        bare = dataclasses.replace(self._traced(), known={}, first={})
-        places, sources = list(self.known), list(self.first)
+        bare = dataclasses.replace(self._traced(), noted={}, first={})
+        places, sources = list(self.noted), list(self.first)
 
         def rebuild(arrays: Any) -> Evaluator:
-            known = dict(zip(places, arrays[0], strict=True))
+            noted = dict(zip(places, arrays[0], strict=True))
             first = dict(zip(sources, arrays[1], strict=True))
-            return dataclasses.replace(bare, known=known, first=first)
+            return dataclasses.replace(bare, noted=noted, first=first)
 
-        return rebuild, (list(self.known.values()), list(self.first.values()))
+        return rebuild, (list(self.noted.values()), list(self.first.values()))
 
     def _beside(
         self, x: Value, operand: int, eqn: JaxprEqn, inputs: list[Value]
@@ -730,7 +736,7 @@ class Evaluator:
             if len(ours) == len(shape) and ours[axis] == shape[axis]:
                 with contextlib.suppress(MixedSlicesError):
                     return Slices(self._sliced(x, other.kind, eqn), other.kind)
-        return self._whole(x)
+        return self._materialized(x)
 
 
 # These run programs inside, and some of their results need only some of their inputs.
@@ -784,9 +790,9 @@ def _like(array: jax.Array | None, old: Value) -> Value:
     return old if array is None else _of_kind(array, _kind(old))
 
 
-def _filled(values: Sequence[Value], given: Numbered) -> list[Value]:
+def _filled(values: Sequence[Value], flat: ByIndex) -> list[Value]:
     """The same values with these arrays, by position."""
-    return [_like(given.get(k), x) for k, x in enumerate(values)]
+    return [_like(flat.get(k), x) for k, x in enumerate(values)]
 
 
 def _moved(x: Value, by: int) -> Value:
@@ -797,7 +803,7 @@ def _moved(x: Value, by: int) -> Value:
     return Slices(x.array, Kind(source, Along(axis + by, entries)))
 
 
-def _given(values: Sequence[Value]) -> Numbered:
+def _flat(values: Sequence[Value]) -> ByIndex:
     """The arrays among values, by position; of an array with slices those."""
     return {
         k: x.array if isinstance(x, Slices) else x
@@ -824,7 +830,7 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
     if not shape or name in versions.MAKES:
         return bool(shape)
     pairs = zip(deferred, map(shape_of, eqn.invars), strict=True)
-    others = [given for is_deferred, given in pairs if given and not is_deferred]
+    others = [shape for is_deferred, shape in pairs if shape and not is_deferred]
     if name == Op.GATHER and deferred[1]:  # Each slice has its own indices.
         return True
     return not others or (name in versions.ELEMENTWISE and shape not in others)
@@ -833,11 +839,11 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
 def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
     """The results of an equation and the tangents of the real ones, as JAX has them."""
     primals: list[Any] = [x.aval for x in eqn.invars]
-    number = len(primals)
+    num_inputs = len(primals)
 
     def jvp(*args: jax.Array) -> list[jax.Array]:
         values, tangents = jax.jvp(
-            lambda *x: versions.evaluate(eqn, x), args[:number], args[number:]
+            lambda *x: versions.evaluate(eqn, x), args[:num_inputs], args[num_inputs:]
         )
         return [*values, *(t for t in tangents if _is_real(t))]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection
 from typing import Any, Protocol, cast
 
@@ -108,7 +107,7 @@ def _applied(
     grads = missing.normalized(grads, arrays)
     try:
         with boundary.explained(grads):
-            new, state = gate.step(tx, grads, state, arrays, extra, whole=True)
+            new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
     except AttributeError:  # Another state has other fields.
         structures.check_own_state(state, jax.eval_shape(tx.init, arrays))
         raise
@@ -153,7 +152,7 @@ def minimize(
         each layer as soon as its gradient is known, or adds it to the sum of
         :func:`accumulate`. So no array holds the gradients of all layers. It computes
         each layer again, as with ``jax.checkpoint``. The numbers are those of the step
-        without ``layers``. The update of a layer may read this layer, its number, the
+        without ``layers``. The update of a layer may read this layer, its index, the
         loss and scalars, but no other layer and no gradient of another parameter. It
         may add up over named mesh axes. The page on larger models says what a loss may
         do with a stack.
@@ -230,8 +229,7 @@ def training_step(
 ) -> Callable[..., Any]:
     """The step of :func:`minimize`, not yet compiled."""
     arguments.check_transformation("tx", tx)
-    if isinstance(layers, str) or not isinstance(layers, Collection):
-        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
+    layered.check_paths(layers)
     if tables or layers:
         versions.before_tracing()
 
@@ -252,17 +250,20 @@ def training_step(
             return loss_fn(merged, *batch)
 
         if stacked:
-            by_layer = functools.partial(
-                layered.step,
-                lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
-                tx,
-                stacked,
-                tables,
-                lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
-                two_passes=two_passes,
-            )
-            result, params, state = tpu.with_bytes(by_layer, learning, params, state)
-            return params, state, *result
+
+            def by_layer(*args: Any) -> tuple[Any, ...]:
+                result, *new = layered.step(
+                    lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
+                    tx,
+                    stacked,
+                    tables,
+                    lambda value: {**accepted_kwargs(tx, {"value": value}), **extra},
+                    *args,
+                    two_passes=two_passes,
+                )
+                return *host.to_memory_of(tuple(new), (params, state)), *result
+
+            return tpu.with_bytes(by_layer, learning, params, state)
         given, params = params, host.to_device(params)
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
         value, grads = gradient(host.to_device(learning), *batch)

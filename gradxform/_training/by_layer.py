@@ -34,7 +34,7 @@ from gradxform._slices.slices import (
     Value,
     WholeProgram,
 )
-from gradxform._training.step_leaves import Args, Layer, Numbered, StepLeaves
+from gradxform._training.step_leaves import Args, ByIndex, Layer, StepLeaves
 from gradxform._trees import maps
 from gradxform._trees.types import Path
 
@@ -44,12 +44,12 @@ if TYPE_CHECKING:
 # What a layer gives to reductions of all layers.
 LayerParts: TypeAlias = dict[Place, jax.Array]
 # What is done with a layer: (layer, whole arrays) -> whole arrays, and what it gives
-OfLayer: TypeAlias = Callable[[Layer, Numbered], tuple[Numbered, LayerParts]]
+OfLayer: TypeAlias = Callable[[Layer, ByIndex], tuple[ByIndex, LayerParts]]
 # A backward pass: (whole arrays of each scan, what is done with its layers)
 # -> whole arrays, gradients of other leaves, what all layers gave
 Backward: TypeAlias = Callable[
-    [Sequence[Numbered], Sequence[OfLayer]],
-    tuple[list[Numbered], Numbered, LayerParts],
+    [Sequence[ByIndex], Sequence[OfLayer]],
+    tuple[list[ByIndex], ByIndex, LayerParts],
 ]
 
 _LATER = (
@@ -87,7 +87,7 @@ class Update:
         ``with_tables`` puts gradients of leaves and those of rows together.
         """
 
-        def whole(
+        def step(
             params: optax.Params,
             state: optax.OptState,
             grads: tuple[optax.Updates, Offsets],
@@ -95,25 +95,25 @@ class Update:
         ) -> tuple[gate.Outcome, optax.OptState]:
             updates = with_tables(*grads)
             with boundary.explained(updates):
-                return gate.step(tx, updates, state, params, extra, whole=True)
+                return gate.step(tx, updates, state, params, extra, applies=True)
 
-        leaves = StepLeaves.made(tx, arrays, sources, args, _policy())
+        leaves = StepLeaves.of_step(tx, arrays, sources, args, _policy())
 
         def traced(leaves: StepLeaves) -> WholeProgram:
             new_args = jax.tree.unflatten(maps.structure(args), leaves.values)
-            types = {n: leaves.values[n] for n in leaves.given}
-            return slices.trace_whole(whole, new_args, leaves.kinds, types)
+            types = {n: leaves.values[n] for n in leaves.inputs}
+            return slices.trace_whole(step, new_args, leaves.kinds, types)
 
         program = traced(leaves)
-        made = dict(zip(leaves.replaced, program.closed.out_avals, strict=False))
+        after = dict(zip(leaves.replaced, program.closed.out_avals, strict=False))
         stacked = [n for n in leaves.replaced if n in leaves.kinds]
         is_alike = program.structure == jax.tree.structure(args[:2])
         if not is_alike or any(
-            made[n].shape != shape_of(leaves.values[n]) for n in stacked
+            after[n].shape != shape_of(leaves.values[n]) for n in stacked
         ):
             raise MixedSlicesError("its update returns a state of another structure")
         placed = [
-            _on_mesh(x, made[n]) if n in stacked else x
+            _on_mesh(x, after[n]) if n in stacked else x
             for n, x in enumerate(leaves.values)
         ]
         if any(x is not y for x, y in zip(placed, leaves.values, strict=True)):
@@ -125,9 +125,7 @@ class Update:
             )
         return cls(leaves, program)
 
-    def run(
-        self, args: Numbered, reason: str, evaluator: Evaluator
-    ) -> dict[int, Value]:
+    def run(self, args: ByIndex, reason: str, evaluator: Evaluator) -> dict[int, Value]:
         """The results for some arguments; ``reason`` says why others are missing."""
         missing, kinds = Missing(reason, is_absent=True), self.leaves.kinds
         values = [
@@ -136,7 +134,7 @@ class Update:
             else Slices(args[n], kinds[n])
             if n in kinds
             else args[n]
-            for n in self.leaves.given
+            for n in self.leaves.inputs
         ]
         results = evaluator.results(self.program.closed, values)
         return dict(zip(self.leaves.replaced, results, strict=True))
@@ -148,26 +146,26 @@ class Update:
         return Evaluator(policy, self.results, notes, first=first)
 
     def new_leaves(
-        self, args: Numbered, reason: str, first: Mapping[Source, jax.Array]
-    ) -> Numbered:
+        self, args: ByIndex, reason: str, first: Mapping[Source, jax.Array]
+    ) -> ByIndex:
         """New leaves that have layers, of one source; without it those that have none.
 
-        ``first`` has the source, and the number of the layer.
+        ``first`` has the source, and the index of the layer.
         """
         evaluator, source = self._evaluator(first), next(iter(first), None)
         results = self.run(args, reason, evaluator)
         for n, error in self.leaves.lacking.items():
             if isinstance(results[n], (Missing, Slices)):
                 raise error
-        numbers = self.leaves.of(source, results)
+        indices = self.leaves.of(source, results)
         arrays = evaluator.arrays(
-            [results[n] for n in numbers], [self.leaves.kinds.get(n) for n in numbers]
+            [results[n] for n in indices], [self.leaves.kinds.get(n) for n in indices]
         )
-        return dict(zip(numbers, arrays, strict=True))
+        return dict(zip(indices, arrays, strict=True))
 
     def of_layer(
-        self, source: Source, layer: Layer, wholes: Numbered
-    ) -> tuple[Numbered, LayerParts]:
+        self, source: Source, layer: Layer, wholes: ByIndex
+    ) -> tuple[ByIndex, LayerParts]:
         """With the layer after its step."""
         args = self.leaves.of_layer(source, layer, wholes)
         new = self.new_leaves(args, _LATER, {source: layer.i})
@@ -175,8 +173,8 @@ class Update:
         return self.leaves.written(new, layer, wholes), {}
 
     def run_through(
-        self, backward: Backward, stacks: Sequence[Numbered], f: Callable[..., Any]
-    ) -> tuple[list[Numbered], Numbered, LayerParts]:
+        self, backward: Backward, stacks: Sequence[ByIndex], f: Callable[..., Any]
+    ) -> tuple[list[ByIndex], ByIndex, LayerParts]:
         """A backward pass that calls ``f(source, ...)`` for the layers of each scan."""
         wholes = [x | y for x, y in zip(self.leaves.wholes, stacks, strict=True)]
         sources = self.leaves.sources
@@ -184,7 +182,7 @@ class Update:
         return backward(wholes, applies)
 
     def after(
-        self, backward: Backward, stacks: Sequence[Numbered]
+        self, backward: Backward, stacks: Sequence[ByIndex]
     ) -> tuple[optax.Params, optax.OptState]:
         """New parameters and state, after the last backward pass."""
         wholes, grads, _ = self.run_through(backward, stacks, self.of_layer)
@@ -197,38 +195,38 @@ class Update:
         return jax.tree.unflatten(self.program.structure, leaves)
 
     def after_first_pass(
-        self, backward: Backward, stacks: Sequence[Numbered]
-    ) -> tuple[Update, list[Numbered], list[jax.Array]]:
+        self, backward: Backward, stacks: Sequence[ByIndex]
+    ) -> tuple[Update, list[ByIndex], list[jax.Array]]:
         """The same, with the results of the reductions of all gradients.
 
         Also returns the stacks, which are as before, and these results.
         """
         equations: dict[Place, JaxprEqn] = {}
-        numbers = {n for found in stacks for n in found}
+        indices = {n for found in stacks for n in found}
 
         def note(
-            source: Source, layer: Layer, wholes: Numbered
-        ) -> tuple[Numbered, LayerParts]:
+            source: Source, layer: Layer, wholes: ByIndex
+        ) -> tuple[ByIndex, LayerParts]:
             notes, i = Notes({}, {}), layer.i
             args = self.leaves.of_layer(source, layer, wholes)
             self.run(args, _LATER, self._evaluator({source: i}, notes))
-            only_read = {n: x for n, x in wholes.items() if n in numbers}
+            only_read = {n: x for n, x in wholes.items() if n in indices}
             same = self.leaves.read_on(only_read, i)
             equations.update((place, eqn) for place, (eqn, _) in notes.parts.items())
             parts = {place: part for place, (_, part) in notes.parts.items()}
             return wholes | same, parts
 
         wholes, grads, parts = self.run_through(backward, stacks, note)
-        known = {place: _total(equations[place], x) for place, x in parts.items()}
+        noted = {place: _total(equations[place], x) for place, x in parts.items()}
         notes = Notes({}, {})
-        update = dataclasses.replace(self, results=known)
+        update = dataclasses.replace(self, results=noted)
         update.run(self.leaves.as_args(grads), _GONE, update._evaluator({}, notes))
-        update = dataclasses.replace(self, results=known | notes.scalars)
-        stacks = [{n: found[n] for n in found if n in numbers} for found in wholes]
+        update = dataclasses.replace(self, results=noted | notes.scalars)
+        stacks = [{n: found[n] for n in found if n in indices} for found in wholes]
         return update, stacks, jax.tree.leaves(update.results)
 
 
-def _as_it_is(layer: Layer, wholes: Numbered) -> tuple[Numbered, LayerParts]:
+def _as_it_is(layer: Layer, wholes: ByIndex) -> tuple[ByIndex, LayerParts]:
     """Does nothing with a layer."""
     del layer
     return wholes, {}
@@ -241,7 +239,7 @@ def _policy(*, is_second_pass: bool = False) -> Policy:
         eqn: JaxprEqn, kinds: list[Kind | None], inputs: list[Any]
     ) -> list[jax.Array] | None:
         """One layer is its sum; of more of them there is none."""
-        if all(kind.source.is_whole for kind in kinds if kind):
+        if all(kind.source.is_complete for kind in kinds if kind):
             return versions.evaluate(eqn, inputs)
         if is_second_pass:  # The first pass lacked what it adds up.
             raise MixedSlicesError(
@@ -250,7 +248,7 @@ def _policy(*, is_second_pass: bool = False) -> Policy:
             )
         return None
 
-    return Policy("layer", "stack", (), add_up, is_numbered=True)
+    return Policy("layer", "stack", (), add_up, is_indexed=True)
 
 
 def _total(eqn: JaxprEqn, parts: jax.Array) -> list[jax.Array]:

@@ -24,9 +24,15 @@ from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
 from gradxform._training import passes, stacks
 from gradxform._training.by_layer import Update
-from gradxform._training.step_leaves import Numbered
+from gradxform._training.step_leaves import ByIndex
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
+
+
+def check_paths(layers: Collection[str]) -> None:
+    """Raises ``TypeError`` unless it is a sequence of paths."""
+    if isinstance(layers, str) or not isinstance(layers, Collection):
+        raise TypeError(f"layers must be a sequence of paths, got {layers!r}.")
 
 
 def paths_of(layers: Collection[str], params: optax.Params) -> set[Path]:
@@ -41,11 +47,11 @@ def paths_of(layers: Collection[str], params: optax.Params) -> set[Path]:
         inside = [x for x in leaves if f"{x[1]}/".startswith(f"{name}/")]
         if not inside:
             close = difflib.get_close_matches(name, [x[1] for x in leaves], 3, 0)
-            known = ", ".join(map(repr, close))
+            names = ", ".join(map(repr, close))
             more = f", and {len(leaves) - len(close)} more" if leaves[3:] else ""
             raise ValueError(
                 f"layers must name leaves of params, or trees of them, got {name!r}; "
-                f"there are {known}{more}."
+                f"there are {names}{more}."
             )
         found.update(path for p, _, path in inside if maps.has_gradient(p))
     return found
@@ -73,9 +79,9 @@ def step(
     strings, tree = list(map(structures.path_str, names)), maps.structure(learning)
     leaves, frozen = _leaves(names, paths, learning, params)
 
-    def of_leaves(leaves: Numbered) -> tuple[jax.Array, list[Any]]:
-        given = [leaves.get(n) for n in range(len(names))]
-        value, *aux = loss_fn(jax.tree.unflatten(tree, given))
+    def of_leaves(leaves: ByIndex) -> tuple[jax.Array, list[Any]]:
+        filled = [leaves.get(n) for n in range(len(names))]
+        value, *aux = loss_fn(jax.tree.unflatten(tree, filled))
         return value, aux
 
     is_table = structures.names("tables", tables, "leaves of params", names)
@@ -90,7 +96,7 @@ def step(
     offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
     named = {n: strings[n] for n in dense if names[n] in paths}
     loss = stacks.find_scans(closed, [*dense, *offsets], named, frozen)
-    results, given, backward = passes.forward(loss, dense | offsets, frozen)
+    results, of_scans, backward = passes.forward(loss, dense | offsets, frozen)
     value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)
     sources = [
         Source(scan.length, 1, scan.length == 1, names[min(scan.learning)])
@@ -115,13 +121,11 @@ def step(
     def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
         update = Update.of(tx, arrays, sources, args, with_tables)
         if not two_passes:
-            return update.after(backward.run, given)
-        update, same, known = update.after_first_pass(backward.run, given)
-        return update.after(backward.after(known).run, same)
+            return update.after(backward.run, of_scans)
+        update, same, scalars = update.after_first_pass(backward.run, of_scans)
+        return update.after(backward.after(scalars).run, same)
 
-    new = _tried(updated, arrays, two_passes=two_passes)
-    params, state = host.to_memory_of(new, (params, state))
-    return (value, *aux), params, state
+    return (value, *aux), *_tried(updated, arrays, two_passes=two_passes)
 
 
 def _leaves(
@@ -129,8 +133,8 @@ def _leaves(
     paths: Collection[Path],
     learning: optax.Params,
     params: optax.Params,
-) -> tuple[Numbered, Collection[int]]:
-    """The leaves that learn and all stacks, by number; numbers of frozen stacks.
+) -> tuple[ByIndex, Collection[int]]:
+    """The leaves that learn and all stacks, by index; indices of frozen stacks.
 
     Raises:
       TypeError: a leaf that should learn has no gradient.
@@ -143,8 +147,8 @@ def _leaves(
                 f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
                 "gradient: let trainable be False there."
             )
-    given = enumerate(maps.leaves(params))
-    frozen = {n: p for n, p in given if names[n] in paths and n not in learns}
+    all_leaves = enumerate(maps.leaves(params))
+    frozen = {n: p for n, p in all_leaves if names[n] in paths and n not in learns}
     return dict(sorted((learns | frozen).items())), frozen  # As JAX orders them.
 
 

@@ -126,15 +126,15 @@ def local_steps(
                 "local_steps cannot donate a state in the host's memory: pass "
                 "donate=False, or a state that was not given to on_host."
             )
-        numbers: Any = None  # Steps have numbers, int32[H], only for `num_steps`.
+        indices: Any = None  # Steps have indices, int32[H], only for `num_steps`.
         if num_steps is not None:
             arguments.check_scalar("num_steps", num_steps, integer=True)
-            numbers = np.arange(length, dtype=np.int32)
+            indices = np.arange(length, dtype=np.int32)
 
         def train(
             carry: _Carry, numbered: tuple[Any, tuple[object, ...]]
         ) -> tuple[_Carry, _Result]:
-            number, batch = numbered
+            index, batch = numbered
 
             def one_step() -> tuple[_Carry, _Result]:
                 trained, state, *result = step(*carry, *batch, **extra)
@@ -142,11 +142,11 @@ def local_steps(
 
             if num_steps is None:
                 return one_step()
-            wanted = number < dtypes.saturated(num_steps)
+            wanted = index < dtypes.saturated(num_steps)
             return typed_cond(wanted, one_step, lambda: (carry, None))
 
         (trained, state), result = jax.lax.scan(
-            train, (params, state), (numbers, batches), unroll=unroll
+            train, (params, state), (indices, batches), unroll=unroll
         )
         # g = w - w_H, for trainable parameters
         learning = learning_leaves(trainable, params)

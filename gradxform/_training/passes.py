@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._jax.jaxprs import Part
 from gradxform._numbers import constants
-from gradxform._training import tpu
+from gradxform._training import layer_loop, tpu
 from gradxform._training.by_layer import LayerParts, OfLayer
+from gradxform._training.layer_loop import LayerIndices
 from gradxform._training.stacks import Scan, StackedLoss
-from gradxform._training.step_leaves import Layer, Numbered
+from gradxform._training.step_leaves import ByIndex, Layer
 
 if TYPE_CHECKING:
     from jax.extend.core import Var
 
-# The numbers of layers: a constant, or an array that waits for something.
-Numbers: TypeAlias = np.ndarray | jax.Array
 # Values, or gradients, by the variables of a loss.
 Values: TypeAlias = "dict[Var, Any]"
 
@@ -48,12 +46,12 @@ class DensePass:
 
     part: Part
     learning: Collection[int]
-    pull: Callable[[Numbered], tuple[Numbered]]
+    pull: Callable[[ByIndex], tuple[ByIndex]]
 
     def run(self, gradients: Values) -> None:
         """Replaces gradients by its results with those by what it reads."""
-        made = {k: _taken(gradients, self.part.makes[k]) for k in self.learning}
-        (read,) = self.pull(made)
+        cotangents = {k: _taken(gradients, self.part.makes[k]) for k in self.learning}
+        (read,) = self.pull(cotangents)
         _add(gradients, ((self.part.reads[k], g) for k, g in read.items()))
 
 
@@ -76,12 +74,12 @@ class ScanPass:
     active_results: Collection[int]
 
     def run(
-        self, gradients: Values, wholes: Numbered, each: Numbers, apply: OfLayer
-    ) -> tuple[Numbered, LayerParts]:
+        self, gradients: Values, wholes: ByIndex, each: LayerIndices, apply: OfLayer
+    ) -> tuple[ByIndex, LayerParts]:
         """Calls ``apply`` with the gradients of each layer, from the last to the first.
 
         Replaces gradients by results of the scan with those by its inputs. ``wholes``
-        are whole arrays, and ``each`` has the numbers of the layers. Returns the whole
+        are whole arrays, and ``each`` has the indices of the layers. Returns the whole
         arrays, and what ``apply`` gave for each layer. A layer of parameters on the
         host comes while the one before it is computed.
         """
@@ -89,12 +87,12 @@ class ScanPass:
             return wholes, {}
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
-        read = functools.partial(_read, self.scan)
+        read = functools.partial(layer_loop.read_layer, self.scan)
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
             wholes, ahead, stacks, sums, of_carry = carried
             i, following, carry, scanned, of_ys = x
-            frozen, stacks = _read_on(self.scan, stacks, i)
+            frozen, stacks = layer_loop.read_on(self.scan, stacks, i)
             there, here = self._stacks(wholes)
             parts = read(here, i) | tpu.now(read, there, i, ahead)
             inputs = [*self.inputs[:num_consts], *carry, *scanned]
@@ -106,9 +104,9 @@ class ScanPass:
             of_parts = {
                 n: of_parts[n] for n in tpu.backwards(self.scan) if n in of_parts
             }
-            wholes, given = apply(Layer(i, parts, of_parts), wholes)
+            wholes, parts_of_layer = apply(Layer(i, parts, of_parts), wholes)
             ahead = tpu.ahead(read, self._stacks(wholes)[0], following)
-            return (wholes, ahead, stacks, sums, of_carry), (of_scanned, given)
+            return (wholes, ahead, stacks, sums, of_carry), (of_scanned, parts_of_layer)
 
         stacks = {n: wholes[n] for n in self.scan.stacked if n in self.scan.frozen}
         wholes = {n: x for n, x in wholes.items() if n not in stacks}
@@ -120,21 +118,23 @@ class ScanPass:
             for k in self.active
             if k < num_consts
         }
-        first, following = _one_ahead(each, reverse=not self.scan.is_reverse)
+        first, following = layer_loop.one_ahead(each, reverse=not self.scan.is_reverse)
         ahead = tpu.ahead(read, self._stacks(wholes)[0], first)
-        (wholes, _, stacks, sums, of_first), (of_scanned, given) = jax.lax.scan(
-            layer,
-            (wholes, ahead, stacks, sums, of_last),
-            (each, following, self.carries, self.inputs[start:], of_ys),
-            reverse=not self.scan.is_reverse,
+        (wholes, _, stacks, sums, of_first), (of_scanned, parts_of_layers) = (
+            jax.lax.scan(
+                layer,
+                (wholes, ahead, stacks, sums, of_last),
+                (each, following, self.carries, self.inputs[start:], of_ys),
+                reverse=not self.scan.is_reverse,
+            )
         )
         of_first = {num_consts + k: g for k, g in of_first.items()}
         of_inputs = sums | of_first | of_scanned
         pairs = ((eqn.invars[k], g) for k, g in of_inputs.items())
         _add(gradients, ((x, g) for x, g in pairs if jaxprs.is_variable(x)))
-        return wholes | stacks, given
+        return wholes | stacks, parts_of_layers
 
-    def _stacks(self, wholes: Numbered) -> tuple[Numbered, Numbered]:
+    def _stacks(self, wholes: ByIndex) -> tuple[ByIndex, ByIndex]:
         """The stacks that learn: those on the host, and others."""
         stacks = {n: wholes[n] for n in self.scan.stacked if n in wholes}
         there = {n: x for n, x in stacks.items() if host.is_on_host(x)}
@@ -142,16 +142,16 @@ class ScanPass:
 
     def _gradients(
         self,
-        parts: Numbered,
-        frozen: Numbered,
+        parts: ByIndex,
+        frozen: ByIndex,
         inputs: Sequence[jax.Array | None],
-        of_results: Numbered,
-    ) -> tuple[Numbered, Numbered]:
+        of_results: ByIndex,
+    ) -> tuple[ByIndex, ByIndex]:
         """The gradients of one layer, by its parts of stacks and by active inputs."""
 
-        def results(parts: Numbered, active: Numbered) -> Numbered:
-            given = [active.get(k, x) for k, x in enumerate(inputs)]
-            layer = self.scan.with_layers(given, parts | frozen)
+        def results(parts: ByIndex, active: ByIndex) -> ByIndex:
+            filled = [active.get(k, x) for k, x in enumerate(inputs)]
+            layer = self.scan.with_layers(filled, parts | frozen)
             return _divided(self.scan.layer_results(layer), of_results)[0]
 
         active, _ = _divided(inputs, self.active)
@@ -167,27 +167,27 @@ class BackwardPass:
     Attributes:
       passes: those of its parts.
       of_loss: the gradient by the loss.
-      leaves: the variables of leaves that are no stacks, by the numbers of the leaves.
-      each: for each scan, int32[n], the numbers of its layers.
+      leaves: the variables of leaves that are no stacks, by the indices of the leaves.
+      each: for each scan, int32[n], the indices of its layers.
     """
 
     passes: Sequence[DensePass | ScanPass]
     of_loss: Values
     leaves: Mapping[int, Var]
-    each: Sequence[Numbers]
+    each: Sequence[LayerIndices]
 
-    def after(self, known: list[jax.Array]) -> BackwardPass:
-        """The same, but no layer begins before ``known`` are known.
+    def after(self, scalars: list[jax.Array]) -> BackwardPass:
+        """The same, but no layer begins before ``scalars`` are known.
 
         If nothing ordered two passes, the compiler for CPU would copy stacks and state
         for one of them: 1.1 N, or 3.3 N if the first pass reads the state.
         """
-        each, _ = compilers.barrier_on_cpu((self.each, known))
+        each, _ = compilers.barrier_on_cpu((self.each, scalars))
         return dataclasses.replace(self, each=each)
 
     def run(
-        self, wholes: Sequence[Numbered], applies: Sequence[OfLayer]
-    ) -> tuple[list[Numbered], Numbered, LayerParts]:
+        self, wholes: Sequence[ByIndex], applies: Sequence[OfLayer]
+    ) -> tuple[list[ByIndex], ByIndex, LayerParts]:
         """Goes through all parts, from the last to the first.
 
         There are whole arrays, and a function to call with gradients, for each scan.
@@ -195,7 +195,7 @@ class BackwardPass:
         functions gave for each layer.
         """
         gradients, wholes = dict(self.of_loss), [*wholes]
-        given: LayerParts = {}
+        of_layers: LayerParts = {}
         k = len(wholes)
         for part in reversed(self.passes):
             if isinstance(part, DensePass):
@@ -203,17 +203,17 @@ class BackwardPass:
                 continue
             k -= 1
             wholes[k], parts = part.run(gradients, wholes[k], self.each[k], applies[k])
-            given |= parts
+            of_layers |= parts
         of_leaves = {n: _taken(gradients, x) for n, x in self.leaves.items()}
-        return wholes, of_leaves, given
+        return wholes, of_leaves, of_layers
 
 
 def forward(
-    loss: StackedLoss, leaves: Numbered, frozen: Collection[int]
-) -> tuple[list[jax.Array], list[Numbered], BackwardPass]:
+    loss: StackedLoss, leaves: ByIndex, frozen: Collection[int]
+) -> tuple[list[jax.Array], list[ByIndex], BackwardPass]:
     """The results of a loss, the stacks of each scan, and its backward pass.
 
-    The stacks are as before. ``frozen`` are the numbers of leaves without a gradient.
+    The stacks are as before. ``frozen`` are the indices of leaves without a gradient.
     """
     jaxpr = loss.closed.jaxpr
     stacked = {n: x for scan in loss.scans for n, x in scan.stacked.items()}
@@ -234,7 +234,7 @@ def forward(
     results = jaxprs.read(values, jaxpr.outvars)
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
     of_loss = dict.fromkeys(jaxprs.among(jaxpr.outvars[:1], active).values(), one)
-    each = [_numbers(scan) for scan in loss.scans]
+    each = [layer_loop.layer_indices(scan) for scan in loss.scans]
     same = [{n: values[loss.leaves[n]] for n in scan.stacked} for scan in loss.scans]
     return results, same, BackwardPass(passes, of_loss, dense, each)
 
@@ -242,18 +242,18 @@ def forward(
 def _dense(part: Part, values: Values, active: set[Var], stacks: set[Var]) -> DensePass:
     """Adds the results of a dense part to ``values``, what learns to ``active``."""
     read = host.to_device([values[x] for x in part.reads])
-    given, others = _divided(read, jaxprs.among(part.reads, active))
-    learning = _with_derivative(lambda *x: part.results(_joined(*x)), given, others)
+    learns, others = _divided(read, jaxprs.among(part.reads, active))
+    learning = _with_derivative(lambda *x: part.results(_joined(*x)), learns, others)
 
-    def results(given: Numbered) -> tuple[Numbered, Numbered]:
-        return _divided(part.results(_joined(given, others)), learning)
+    def results(learns: ByIndex) -> tuple[ByIndex, ByIndex]:
+        return _divided(part.results(_joined(learns, others)), learning)
 
-    made, pull, fixed = jax.vjp(results, given, has_aux=True)
-    values.update(zip(part.makes, _joined(made, fixed), strict=True))
+    outputs, pull, fixed = jax.vjp(results, learns, has_aux=True)
+    values.update(zip(part.makes, _joined(outputs, fixed), strict=True))
     active.update(part.makes[k] for k in learning)
     # Otherwise the compiler might keep a copy of a stack that is read as a whole.
     for x in stacks.intersection(part.reads):
-        values[x], _ = compilers.barrier((values[x], (made, fixed)))
+        values[x], _ = compilers.barrier((values[x], (outputs, fixed)))
     return DensePass(part, learning, pull)
 
 
@@ -264,80 +264,28 @@ def _scanned(
     leaves: Mapping[int, Var],
 ) -> ScanPass:
     """Adds the results of a scan to ``values``, what learns to ``active``."""
-    num_consts, num_carry = scan.lengths
-    start = num_consts + num_carry  # Of the inputs that the scan goes over.
-    inputs, read = scan.inputs(values), functools.partial(_read, scan)
-
-    def layer(carried: Any, x: Any) -> tuple[Any, Any]:
-        (carry, stacks, ahead), (i, following, scanned) = carried, x
-        there = {n: stacks[n] for n in used_first}
-        others = {n: x for n, x in stacks.items() if n not in there}
-        parts, others = _read_on(scan, others, i)
-        parts |= tpu.now(read, there, i, ahead)
-        given = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
-        results = scan.layer_results(given)
-        kept = results[:num_carry], others | there, tpu.ahead(read, there, following)
-        return kept, (carry, results[num_carry:])
-
-    stacks = {n: values[leaves[n]] for n in scan.stacked}
-    on_host = [n for n in tpu.backwards(scan) if host.is_on_host(stacks[n])]
-    # The first part of a layer comes while the layer before it is computed, others
-    # while the layer itself is.
-    used_first = on_host[-1:]
-    each = _numbers(scan)
-    first, following = _one_ahead(each, reverse=scan.is_reverse)
-    ahead = tpu.ahead(read, {n: stacks[n] for n in used_first}, first)
-    (last, stacks, _), (carries, ys) = jax.lax.scan(
-        layer,
-        (inputs[num_consts:start], stacks, ahead),
-        (each, following, inputs[start:]),
-        reverse=scan.is_reverse,
+    inputs = scan.inputs(values)
+    results, stacks, carries = layer_loop.over_layers(
+        scan,
+        inputs,
+        {n: values[leaves[n]] for n in scan.stacked},
+        scan.layer_results,
+        keeps_carries=True,
     )
-    values.update(zip(scan.eqn.outvars, [*last, *ys], strict=True))
+    values.update(zip(scan.eqn.outvars, results, strict=True))
     values.update((leaves[n], stack) for n, stack in stacks.items())
-    known = jaxprs.among(scan.eqn.invars, active)
-    learning, learning_results = _depending_on(scan, known)
+    depending = jaxprs.among(scan.eqn.invars, active)
+    learning, learning_results = _depending_on(scan, depending)
     active.update(scan.eqn.outvars[k] for k in learning_results)
     return ScanPass(scan, inputs, carries, learning, learning_results)
 
 
-def _one_ahead(each: Numbers, *, reverse: bool) -> tuple[Any, Numbers]:
-    """The first layer of a loop, and for each layer the one after it.
-
-    After the last one comes the first one again, which is read for nothing.
-    """
-    roll = np.roll if isinstance(each, np.ndarray) else jnp.roll
-    return each[-1 if reverse else 0], roll(each, 1 if reverse else -1)
-
-
-def _read(scan: Scan, stacks: Numbered, i: jax.Array) -> Numbered:
-    """Layer ``i`` of these stacks."""
-    stacked = scan.stacked
-    return {n: stacked[n].read(x, i) for n, x in stacks.items()}
-
-
-def _read_on(scan: Scan, stacks: Numbered, i: jax.Array) -> tuple[Numbered, Numbered]:
-    """Layer ``i`` of these stacks, and the stacks for a loop that only reads them."""
-    stacked = scan.stacked
-    read = {n: stacked[n].read_on(x, i) for n, x in stacks.items()}
-    return {n: x for n, (x, _) in read.items()}, {n: x for n, (_, x) in read.items()}
-
-
-def _numbers(scan: Scan) -> np.ndarray:
-    """int32[n], the numbers of a scan's layers, as a constant.
-
-    XLA for GPU then knows where each layer lies, and copies it to or from the host. An
-    array of JAX is known only to the program: there a kernel moves each layer.
-    """
-    return np.arange(scan.length, dtype=np.int32)
-
-
 def _depending_on(
-    scan: Scan, given: Collection[int]
+    scan: Scan, inputs: Collection[int]
 ) -> tuple[frozenset[int], frozenset[int]]:
     """The positions of a scan's inputs that depend on parameters, and of its results.
 
-    ``given`` has the positions of those that do. A carry depends on parameters if a
+    ``inputs`` has the positions of those that do. A carry depends on parameters if a
     layer makes it depend on them.
     """
     if not scan.is_needed:
@@ -347,11 +295,11 @@ def _depending_on(
     layers = {
         k
         for k, stack in scan.stacks.items()
-        if stack.number not in scan.frozen
+        if stack.index not in scan.frozen
         and not stack.is_stopped
         and jnp.issubdtype(types[k].dtype, jnp.inexact)
     }
-    active = set(given)
+    active = set(inputs)
     while True:
         results = _with_derivative(
             lambda *x: scan.layer_results(_joined(*x)),
@@ -385,7 +333,7 @@ def _with_derivative(
 
     seen.defjvp(rule, symbolic_zeros=True)
 
-    def differentiated(arguments: Numbered, *others: Any) -> Any:
+    def differentiated(arguments: ByIndex, *others: Any) -> Any:
         return jax.vjp(lambda x: seen(f(x, *others)), arguments)[0]
 
     jax.make_jaxpr(differentiated)(arguments, *others)
@@ -394,13 +342,13 @@ def _with_derivative(
 
 def _divided(
     values: Collection[Any], positions: Collection[int]
-) -> tuple[Numbered, Numbered]:
+) -> tuple[ByIndex, ByIndex]:
     """Values by position: those at these positions, and others."""
     chosen = {k: x for k, x in enumerate(values) if k in positions}
     return chosen, {k: x for k, x in enumerate(values) if k not in positions}
 
 
-def _joined(values: Numbered, others: Numbered) -> list[jax.Array]:
+def _joined(values: ByIndex, others: ByIndex) -> list[jax.Array]:
     """All values, in the order of their positions."""
     return [x for _, x in sorted((values | others).items())]
 

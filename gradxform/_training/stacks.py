@@ -89,7 +89,7 @@ class Scan(NamedTuple):
     Attributes:
       eqn: it.
       stacks: those among its inputs, by the position of the input.
-      frozen: the numbers of its stacks that get no gradient from it.
+      frozen: the indices of its stacks that get no gradient from it.
       is_needed: whether the loss may have a derivative by its results.
     """
 
@@ -115,9 +115,9 @@ class Scan(NamedTuple):
 
     @property
     def stacked(self) -> dict[int, Stacked]:
-        """Where each stack has layers, by its number."""
+        """Where each stack has layers, by its index."""
         stacks, length = self.stacks.values(), self.length
-        pairs = ((stack.number, stack.axis(length)) for stack in stacks)
+        pairs = ((stack.index, stack.axis(length)) for stack in stacks)
         return {n: Stacked(length, axis) for n, axis in pairs if axis is not None}
 
     @property
@@ -141,10 +141,10 @@ class Scan(NamedTuple):
     ) -> list[jax.Array]:
         """Inputs of the scan's body, with a layer of each stack.
 
-        ``parts`` has each stack's part for this layer, by the number of the stack.
+        ``parts`` has each stack's part for this layer, by the index of the stack.
         """
         layers = {
-            k: stack.layer(parts[stack.number], self.length)
+            k: stack.layer(parts[stack.index], self.length)
             for k, stack in self.stacks.items()
         }
         return [layers.get(k, x) for k, x in enumerate(inputs)]
@@ -160,7 +160,7 @@ class StackedLoss(NamedTuple):
 
     Attributes:
       closed: the jaxpr, of stacks and of other leaves.
-      leaves: its inputs, by the numbers of leaves.
+      leaves: its inputs, by the indices of leaves.
       parts: dense parts and scans over stacks, one after another.
     """
 
@@ -175,25 +175,25 @@ class StackedLoss(NamedTuple):
 
 def find_scans(
     closed: ClosedJaxpr,
-    numbers: Sequence[int],
+    indices: Sequence[int],
     paths: Mapping[int, str],
     frozen: Collection[int],
 ) -> StackedLoss:
     """The scans of a loss over its stacks.
 
-    ``numbers`` are those of the leaves that are its inputs, and ``paths`` has a path
-    for the number of each stack. Those in ``frozen`` get no gradient.
+    ``indices`` are those of the leaves that are its inputs, and ``paths`` has a path
+    for the index of each stack. Those in ``frozen`` get no gradient.
 
     Raises:
       ValueError: a stack is read in another way than by one scan.
     """
-    closed = _opened(closed, [k for k, n in enumerate(numbers) if n in paths])
+    closed = _opened(closed, [k for k, n in enumerate(indices) if n in paths])
     jaxpr = closed.jaxpr
     eqns = jaxprs.needed(jaxpr.eqns, jaxpr.outvars)
-    leaves = dict(zip(numbers, jaxpr.invars, strict=True))
+    leaves = dict(zip(indices, jaxpr.invars, strict=True))
     stacks = {leaves[n]: StackVariable(n, path) for n, path in paths.items()}
     differentiated = jaxprs.differentiated(jaxpr.outvars[0], eqns)
-    readings, whole = _readings(eqns, stacks, frozen, differentiated)
+    readings, read_whole = _readings(eqns, stacks, frozen, differentiated)
     for x in jaxprs.among(jaxpr.outvars, stacks).values():
         stacks[x].refuse("the loss returns it")
     scans: dict[int, Scan] = {}
@@ -203,14 +203,14 @@ def find_scans(
         are_by_layer = _are_by_layer(found, learns, sharding)
         for reading, is_by_layer in zip(found, are_by_layer, strict=True):
             if not is_by_layer:
-                whole.update(reading.stack.variables)
+                read_whole.update(reading.stack.variables)
                 continue
             scan = Scan(reading.eqn, {}, set(), reading.is_needed)
             scan = scans.setdefault(id(reading.eqn), scan)
             scan.stacks[reading.operand] = reading.stack
             if learns is None or learns.eqn is not reading.eqn:
                 scan.frozen.add(n)
-    dropped = stacks.keys() - whole
+    dropped = stacks.keys() - read_whole
     eqns = [eqn for eqn in eqns if dropped.isdisjoint(eqn.outvars)]
     parts = jaxprs.divided(eqns, jaxpr.outvars, lambda eqn: id(eqn) in scans)
     return StackedLoss(
@@ -244,20 +244,20 @@ def _readings(
     frozen: Collection[int],
     differentiated: Collection[Var],
 ) -> tuple[dict[int, list[_Reading]], set[Var]]:
-    """The scans over each stack, by its number; variables that others read whole.
+    """The scans over each stack, by its index; variables that others read whole.
 
     Adds the variables that equations make of stacks to ``stacks``.
 
     Raises:
       ValueError: what is no scan reads a stack, and the loss has a derivative by that.
     """
-    found: dict[int, list[_Reading]] = {x.number: [] for x in stacks.values()}
-    whole: set[Var] = set()
+    found: dict[int, list[_Reading]] = {x.index: [] for x in stacks.values()}
+    read_whole: set[Var] = set()
     for eqn in eqns:
         is_needed = bool(jaxprs.among(eqn.outvars, differentiated))
         for k, x in jaxprs.among(eqn.invars, stacks).items():
             stack = stacks[x]
-            is_active = is_needed and not (stack.is_stopped or stack.number in frozen)
+            is_active = is_needed and not (stack.is_stopped or stack.index in frozen)
             if follows(eqn):
                 stacks[eqn.outvars[0]] = stack.then(eqn)
             elif _goes_over(eqn, k):
@@ -265,12 +265,12 @@ def _readings(
                     stack.refuse("it has no layer")
                 axis = stack.axis(eqn.params["length"])
                 reading = _Reading(eqn, k, stack, axis, is_needed, is_active)
-                found[stack.number].append(reading)
+                found[stack.index].append(reading)
             elif is_active:
                 stack.refuse(_used_by(eqn))
             else:
-                whole.update(stack.variables)
-    return found, whole
+                read_whole.update(stack.variables)
+    return found, read_whole
 
 
 def _learning(
@@ -346,7 +346,7 @@ def _opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
     need none: each layer is computed again anyway.
     """
     closed = jaxprs.inlined(closed)
-    of_stacks = jaxprs.made_of(closed.jaxpr, stacks)
+    of_stacks = jaxprs.derived_from(closed.jaxpr, stacks)
 
     def is_opened(eqn: JaxprEqn) -> bool:
         is_checkpoint = jaxprs.name_of(eqn) == Op.CHECKPOINT
@@ -372,7 +372,7 @@ def _outside(
     """The results of a checkpoint, with what reads stacks outside of checkpoints."""
     inside, types = checkpoint.params["jaxpr"], [x.aval for x in checkpoint.invars]
     closed = _opened(jax.make_jaxpr(lambda *x: jaxprs.run(inside, x))(*types), stacks)
-    jaxpr, of_stacks = closed.jaxpr, jaxprs.made_of(closed.jaxpr, stacks)
+    jaxpr, of_stacks = closed.jaxpr, jaxprs.derived_from(closed.jaxpr, stacks)
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)
     # What is made of stacks alone comes first, so it divides nothing.
@@ -386,6 +386,6 @@ def _outside(
             jaxprs.advance([part], env)
             continue
         options = {name: checkpoint.params[name] for name in ("policy", "prevent_cse")}
-        made = jax.checkpoint(part.results, **options)(jaxprs.read(env, part.reads))
-        env.update(zip(part.makes, made, strict=True))
+        outputs = jax.checkpoint(part.results, **options)(jaxprs.read(env, part.reads))
+        env.update(zip(part.makes, outputs, strict=True))
     return jaxprs.read(env, jaxpr.outvars)

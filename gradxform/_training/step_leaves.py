@@ -20,8 +20,8 @@ from gradxform._training import tpu
 from gradxform._trees import maps
 from gradxform._trees.types import Path
 
-# Arrays by the number of their leaf, or by their position.
-Numbered: TypeAlias = dict[int, jax.Array]
+# Arrays by the index of their leaf, or by their position.
+ByIndex: TypeAlias = dict[int, jax.Array]
 # Parameters, state, gradients of leaves and of rows, and extra arguments.
 Args: TypeAlias = tuple[
     optax.Params,
@@ -35,29 +35,29 @@ class Layer(NamedTuple):
     """A layer of a scan in the backward pass.
 
     Attributes:
-      i: its number.
-      parts: of the stacks that learn, by the numbers of these.
+      i: its index.
+      parts: of the stacks that learn, by the indices of these.
       grads: their gradients, in the order in which they are known.
     """
 
     i: jax.Array
-    parts: Numbered
-    grads: Numbered
+    parts: ByIndex
+    grads: ByIndex
 
 
 @dataclasses.dataclass(frozen=True)
 class StepLeaves:
     """The leaves of a step.
 
-    Numbers count the leaves of parameters, state, gradients and extra arguments.
+    Indices count the leaves of parameters, state, gradients and extra arguments.
 
     Attributes:
       values: all leaves. Parameters stand for the gradients, which have their types.
       kinds: of those that have layers.
       sources: those of each scan's layers; None for a scan in which no stack learns.
       lacking: the error of each leaf that has none, though it is the state of a stack.
-      owners: the number of the stack to which a leaf of the state belongs.
-      gradients: the numbers of the gradients.
+      owners: the index of the stack to which a leaf of the state belongs.
+      gradients: the indices of the gradients.
     """
 
     values: list[Any]  # Arrays, numbers.
@@ -68,7 +68,7 @@ class StepLeaves:
     gradients: range
 
     @classmethod
-    def made(
+    def of_step(
         cls,
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
@@ -81,19 +81,23 @@ class StepLeaves:
         A state was made for all parameters, or for those that learn.
         """
         params, state, (learning, rows), extra = args
-        made_for, own = params, jax.eval_shape(tx.init, params)
+        owner, expected = params, jax.eval_shape(tx.init, params)
         structure: Any = jax.tree.structure(state)
-        if structure != jax.tree.structure(own):
-            made_for = learning
-            own = jax.eval_shape(tx.init, learning)
-        structures.check_own_state(state, own)
-        structures.check_own_shapes(state, own)
-        states = States(policy, arrays, tx.init, made_for)
+        if structure != jax.tree.structure(expected):
+            owner = learning
+            expected = jax.eval_shape(tx.init, learning)
+        structures.check_own_state(state, expected)
+        structures.check_own_shapes(state, expected)
+        states = States(policy, arrays, tx.init, owner)
         found, lacking = states.of_step(params, state, learning, extra)
-        numbers = {path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))}
+        positions = {
+            path: n for n, (path, _) in enumerate(maps.leaves_with_path(params))
+        }
         owned = states.owned(state)
-        of_state = enumerate(maps.leaves_with_path(state), len(numbers))
-        owners = {n: numbers[owned[path]] for n, (path, _) in of_state if path in owned}
+        of_state = enumerate(maps.leaves_with_path(state), len(positions))
+        owners = {
+            n: positions[owned[path]] for n, (path, _) in of_state if path in owned
+        }
         first = len(maps.leaves((params, state)))
         end = first + len(maps.leaves(learning))
         without = [None] * len(jax.tree.leaves(rows))  # Rows have no layers.
@@ -108,13 +112,13 @@ class StepLeaves:
 
     @functools.cached_property
     def replaced(self) -> list[int]:
-        """The numbers of parameters and state, which the step replaces."""
+        """The indices of parameters and state, which the step replaces."""
         before = range(self.gradients.start)
         return [n for n in before if maps.has_gradient(self.values[n])]
 
     @functools.cached_property
-    def given(self) -> list[int]:
-        """The numbers of leaves that have layers, and of gradients."""
+    def inputs(self) -> list[int]:
+        """The indices of leaves that have layers, and of gradients."""
         return [
             n
             for n, x in enumerate(self.values)
@@ -122,23 +126,23 @@ class StepLeaves:
         ]
 
     @property
-    def wholes(self) -> list[Numbered]:
+    def wholes(self) -> list[ByIndex]:
         """Parameters and state that have layers, for each scan."""
         return [
             {n: self.values[n] for n in self.of(source, self.replaced) if source}
             for source in self.sources
         ]
 
-    def of(self, source: Source | None, numbers: Iterable[int]) -> list[int]:
+    def of(self, source: Source | None, indices: Iterable[int]) -> list[int]:
         """Those leaves that have layers of this source; for None those without any."""
-        kinds = {n: self.kinds.get(n) for n in numbers}
+        kinds = {n: self.kinds.get(n) for n in indices}
         return [n for n, kind in kinds.items() if (kind and kind.source) == source]
 
-    def as_args(self, grads: Numbered) -> Numbered:
-        """Gradients, counted among themselves, with their numbers."""
+    def as_args(self, grads: ByIndex) -> ByIndex:
+        """Gradients, counted among themselves, with their indices."""
         return {self.gradients.start + n: g for n, g in grads.items()}
 
-    def of_layer(self, source: Source, layer: Layer, wholes: Numbered) -> Numbered:
+    def of_layer(self, source: Source, layer: Layer, wholes: ByIndex) -> ByIndex:
         """The leaves of a layer, with its gradients."""
         args = {
             n: _stacked(kind).read(wholes.get(n, self.values[n]), layer.i)
@@ -147,18 +151,18 @@ class StepLeaves:
         }
         return args | layer.parts | self.as_args(layer.grads)
 
-    def read_on(self, wholes: Numbered, i: jax.Array) -> Numbered:
+    def read_on(self, wholes: ByIndex, i: jax.Array) -> ByIndex:
         """Whole arrays for the next turn of a loop that only reads them."""
         return {n: _stacked(self.kinds[n]).read_on(x, i)[1] for n, x in wholes.items()}
 
-    def written(self, new: Numbered, layer: Layer, wholes: Numbered) -> Numbered:
+    def written(self, new: ByIndex, layer: Layer, wholes: ByIndex) -> ByIndex:
         """Whole arrays with a new layer."""
         place = {n: k for k, n in enumerate(layer.grads)}
 
         def order(n: int) -> int:
             return place.get(self.owners.get(n, n), len(place))
 
-        def write(wholes: Numbered) -> Numbered:
+        def write(wholes: ByIndex) -> ByIndex:
             return {
                 n: _stacked(self.kinds[n]).write(x, new[n], layer.i)
                 for n, x in wholes.items()
@@ -171,4 +175,4 @@ class StepLeaves:
 
 def _stacked(kind: Kind) -> Stacked:
     """Where an array with slices of this kind has layers."""
-    return Stacked(kind.source.number, kind.along.axis)
+    return Stacked(kind.source.length, kind.along.axis)

@@ -14,24 +14,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import optax
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._training.stacks import Scan
 from gradxform._trees import maps
-from gradxform._trees.types import PyTree
+from gradxform._trees.types import PyTree, T
 
 
 def backwards(scan: Scan) -> list[int]:
-    """The numbers of a scan's stacks, in the order in which gradients are known.
+    """The indices of a scan's stacks, in the order in which gradients are known.
 
     The body has used a stack for the first time when its gradient is complete.
     """
     body = scan.eqn.params["jaxpr"].jaxpr
     uses = [
-        (jaxprs.first_use(body, k), stack.number) for k, stack in scan.stacks.items()
+        (jaxprs.first_use(body, k), stack.index) for k, stack in scan.stacks.items()
     ]
     # A stack may be several inputs. Its first use counts.
     return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]
@@ -52,8 +51,8 @@ def ahead(
     types = jax.make_jaxpr(read)(stacks, i).out_avals
 
     def zeros(*_: object) -> dict[int, jax.Array]:
-        made = map(constants.zeros_of_type, types)
-        return dict(zip(sorted(stacks), made, strict=True))
+        zeros = map(constants.zeros_of_type, types)
+        return dict(zip(sorted(stacks), zeros, strict=True))
 
     return compilers.on_tpu(read, zeros)(stacks, i)
 
@@ -91,38 +90,29 @@ def written_in_order(
     return done
 
 
-def _after(known: dict[int, jax.Array], x: jax.Array) -> jax.Array:
+def _after(before: dict[int, jax.Array], x: jax.Array) -> jax.Array:
     """``x``, with which the compiler does nothing before others are known.
 
     A GPU would wait for what moves to the host.
     """
     barrier: Callable[..., Any] = compilers.barrier
-    return compilers.on_tpu(barrier, lambda x: x)((x, known))[0]
+    return compilers.on_tpu(barrier, lambda x: x)((x, before))[0]
 
 
-def with_bytes(
-    step: Callable[..., tuple[Any, optax.Params, optax.OptState]],
-    learning: optax.Params,
-    params: optax.Params,
-    state: optax.OptState,
-) -> tuple[Any, optax.Params, optax.OptState]:
-    """``step(learning, params, state)``, whose arrays of 8 bits may be on the host.
+def with_bytes(f: Callable[..., T], *args: PyTree[Any]) -> T:
+    """``f(*args)``, whose arguments' arrays of 8 bits may be on the host.
 
     They come whole in front of it, unless the compiler can take layers of them.
     """
-    given = learning, params, state
 
-    def comes_whole(x: object) -> bool:
-        return host.is_on_host(x) and host.moves_whole_on_tpu(x)
+    def bring(x: Any) -> Any:  # Any leaf.
+        moves = host.is_on_host(x) and host.moves_whole_on_tpu(x)
+        return host.to_device(x) if moves else x
 
-    def whole(*given: PyTree[Any]) -> tuple[Any, optax.Params, optax.OptState]:
-        brought = maps.map_leaves(
-            lambda x: host.to_device(x) if comes_whole(x) else x, given
-        )
-        result, *new = step(*brought)
-        params, state = host.to_memory_of(tuple(new), given[1:])
-        return result, params, state
+    def brought(*args: PyTree[Any]) -> T:
+        return f(*maps.map_leaves(bring, args))
 
-    if not any(map(comes_whole, jax.tree.leaves(given))):
-        return step(*given)
-    return compilers.on_tpu(whole, step)(*given)
+    there = filter(host.is_on_host, jax.tree.leaves(args))
+    if not any(map(host.moves_whole_on_tpu, there)):
+        return f(*args)
+    return compilers.on_tpu(brought, f)(*args)

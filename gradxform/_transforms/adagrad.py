@@ -96,7 +96,7 @@ def scale_by_adagrad(
         initial_accumulator_value=initial_accumulator_value, eps=eps
     )
     arguments.check_flags(eps_in_sqrt=eps_in_sqrt, row_wise=row_wise)
-    structures.check_state_dtype("accumulator_dtype", accumulator_dtype)
+    structures.check_state_dtype("accumulator_dtype", accumulator_dtype, real_only=True)
 
     axes = 1 if row_wise else None  # How many axes of a leaf an accumulator has.
 

@@ -244,9 +244,7 @@ def keras_clip(
     return inner
 
 
-def _clip_by_value(
-    most: jax.typing.ArrayLike,
-) -> optax.GradientTransformationExtraArgs:
+def _clip_by_value(most: jax.typing.ArrayLike) -> optax.GradientTransformationExtraArgs:
     def clamped(g: jax.Array) -> jax.Array:
         limit = dtypes.widen(jnp.asarray(most, g.dtype))
         return narrow(jnp.clip(dtypes.widen(g), -limit, limit), g.dtype)
@@ -299,12 +297,9 @@ def _clip_with_sums(
         updates = _scale_layers(maps.map_updates(dtypes.widen, given), factors)
         # Scaled twice, as the square of a factor could underflow.
         sums = _scale_layers(sums if row_wise else squares, factors)
+        clip_sums = _scale_layers(sums, factors)
         updates, inner_state = inner.update(
-            updates,
-            inner_state,
-            params,
-            clip_sums=_scale_layers(sums, factors),
-            **extra,
+            updates, inner_state, params, clip_sums=clip_sums, **extra
         )
         return maps.cast_like(updates, given), (clip_state, inner_state)
 

@@ -215,7 +215,7 @@ def _follow(
     divisor = _scaled(jnp.asarray(beta, n.dtype) + _root(n, power), of_weights)
     divisor += _scaled(jnp.asarray(l2, n.dtype), 2, of_gradients)
     is_zero = divisor < np.finfo(n.dtype).tiny
-    if not arguments.is_known(l1, 0):
+    if not arguments.is_constant(l1, 0):
         size, least = jnp.abs(z), _scaled(jnp.asarray(l1, n.dtype), of_gradients)
         is_zero |= size <= least  # False for NaN, which stays.
         size = jnp.where(is_zero, 1, size)
@@ -232,7 +232,7 @@ def _scaled(x: jax.Array, *factors: jax.typing.ArrayLike) -> jax.Array:
 
 def _root(n: jax.Array, power: jax.typing.ArrayLike) -> jax.Array:
     """``n^-power`` with a finite derivative at 0."""
-    if arguments.is_known(power, -0.5):
+    if arguments.is_constant(power, -0.5):
         return arithmetic.safe_sqrt(n)
     exponent = -jnp.asarray(power, n.dtype)
     is_zero = n == 0

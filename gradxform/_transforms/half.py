@@ -97,5 +97,5 @@ def part_of_way(
     rest = x - near
     far = neighbour(near, rest, dtype)
     gap = jnp.abs(far - near)
-    known = (gap > 0) & (gap < jnp.inf)
-    return far, jnp.where(known, jnp.abs(rest) / jnp.where(known, gap, 1), 0)
+    has_gap = (gap > 0) & (gap < jnp.inf)
+    return far, jnp.where(has_gap, jnp.abs(rest) / jnp.where(has_gap, gap, 1), 0)

@@ -19,7 +19,6 @@ from gradxform._devices import mesh
 from gradxform._jax import compilers, jaxprs
 from gradxform._numbers import constants
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.maps import Field
 from gradxform._trees.states import Mark, mark_of
 from gradxform._trees.types import Leaf, PyTree, T
@@ -141,12 +140,11 @@ def low_bit_state(
     [(4, 128)]
     >>> assert jnp.allclose(tx.update(grads, state)[0]["w"], 2 + 0.9 * 2)
     """
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     arguments.length("bits", bits, "[8, 8]")
     block_size = arguments.length("block_size", block_size, f"[{_SHORTEST}, 65536]")
     min_size = arguments.length("min_size", min_size, arguments.COUNTS)
     arguments.length("block_axis", block_axis, "[-2, -1]")
-    inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> LowBitState:
         state = inner.init(params)
@@ -224,21 +222,21 @@ def _traced_state(
     """
     program = jax.make_jaxpr(init)(params)
     # With an argument in it, `jit` knows the devices.
-    last, number = constants.zero(params, jnp.float32), 0
+    last, end = constants.zero(params, jnp.float32), 0
     entries: list[tuple[_Scales, Leaf]] = []
     for x, axis in zip(maps.leaves(state), axes, strict=True):
-        number += len(jax.tree.leaves(x))
+        end += len(jax.tree.leaves(x))
         if axis is None:
             entries.append(_as_is(x))
             continue
         n, there = _blocks(x.shape[axis], block_size), jax.typeof(x).sharding
-        result = program.jaxpr.outvars[number - 1]
-        value = jaxprs.number_off_cpu(program.jaxpr, result)
+        result = program.jaxpr.outvars[end - 1]
+        value = jaxprs.constant_off_cpu(program.jaxpr, result)
         encode: Callable[[jax.Array], _Encoded]
         if not axis or x.ndim < 3 or there.spec[0]:
             encode = functools.partial(_encoded_after, x, axis, n)
         else:
-            make, used = jaxprs.result(program, number - 1, jax.tree.leaves(params))
+            make, used = jaxprs.result(program, end - 1, jax.tree.leaves(params))
             encode = functools.partial(
                 _encoded_by_layer, make, used, len(x), axis - 1, n
             )

@@ -16,7 +16,6 @@ from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
 from gradxform._transforms import half
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.states import Mark
 from gradxform._trees.types import Leaf, Param, Params, Path
 
@@ -138,11 +137,10 @@ def master_weights(
     >>> full, _ = train(tx, jnp.ones(1))
     >>> assert gx.get_master_weights(w, state) == full
     """
-    arguments.check_transformation("inner", inner)
+    inner = arguments.transformation("inner", inner)
     arguments.check_one_of(
         "residual_dtype", residual_dtype, ("int16", "int8", "bfloat16")
     )
-    inner = with_any_extra_args(inner)
 
     def zeros(p: Param) -> jax.Array | optax.MaskedNode:
         if not half.is_half(p):

@@ -98,7 +98,9 @@ def measure_norms(
     ) -> tuple[optax.Updates, MeasureNormsState]:
         updates = boundary.summed_rows(updates)
         old = boxes.as_in(updates, state.norms)
-        structures.check_leaves("updates", updates, "norms", old, _fits)
+        structures.check_shapes(
+            "updates", updates, "norms", old, _fits, same_nodes=False
+        )
         squares, _ = norms.squared_norms(
             norms.alone(updates), axis_name=axis_name, stacked_axes=stacked_axes
         )

@@ -140,8 +140,8 @@ def scale_by_novograd(
     arguments.check_flags(
         grad_averaging=grad_averaging, nesterov=nesterov, eps_in_sqrt=eps_in_sqrt
     )
-    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
-    decays = not arguments.is_known(weight_decay, 0)
+    structures.check_state_dtype("mu_dtype", mu_dtype)
+    decays = not arguments.is_constant(weight_decay, 0)
     formula = _Formula(b1, b2, eps, weight_decay, grad_averaging, nesterov, eps_in_sqrt)
 
     def decayed(params: optax.Params) -> PyTree[bool]:

@@ -118,14 +118,14 @@ def proximal_adagrad(
             acc = compilers.unshared(total)  # Not computed again.
             wide = dtypes.widen(w)
             # η = learning_rate / sqrt(acc'), but 0 where no gradient came yet
-            is_known = ~(acc < np.finfo(acc.dtype).tiny)
-            eta = jax.lax.rsqrt(jnp.where(is_known, acc, 1))
-            eta = arithmetic.scale(jnp.where(is_known, eta, 0), rate)
+            is_normal = ~(acc < np.finfo(acc.dtype).tiny)
+            eta = jax.lax.rsqrt(jnp.where(is_normal, acc, 1))
+            eta = arithmetic.scale(jnp.where(is_normal, eta, 0), rate)
             # w' - w = -(η·g + η·l1·v/|v| + η·l2·w) / (1 + η·l2), with v = w - η·g
             step = arithmetic.scale(dtypes.widen(g).astype(wide.dtype), eta)
             decay, v = arithmetic.scale(eta, l2), wide - step
             step += arithmetic.scale(wide, decay)
-            if not arguments.is_known(l1, 0):
+            if not arguments.is_constant(l1, 0):
                 size, least = jnp.abs(v), arithmetic.scale(eta, l1)
                 is_zero = size <= least  # False for NaN, which stays.
                 # At the border of 0 the quotient is 1 on either side, so nothing jumps

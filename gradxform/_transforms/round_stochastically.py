@@ -83,11 +83,9 @@ def round_stochastically(
 
     def init_fn(params: optax.Params) -> RoundStochasticallyState:
         half.check_precision("round_stochastically", params)
-        return RoundStochasticallyState(
-            key=jax.random.key_data(jax.random.key(seed, impl=_KEYS))
-            + constants.zero(params, jnp.uint32),
-            count=constants.zero(params, jnp.int32),
-        )
+        key = jax.random.key_data(jax.random.key(seed, impl=_KEYS))
+        key += constants.zero(params, jnp.uint32)  # On the devices of the parameters.
+        return RoundStochasticallyState(key, constants.zero(params, jnp.int32))
 
     def update_fn(
         updates: optax.Updates,
@@ -100,18 +98,18 @@ def round_stochastically(
         step_key = jax.random.wrap_key_data(state.key, impl=_KEYS)
         step_key = jax.random.fold_in(step_key, state.count)
         leaves, structure = maps.flatten(updates)
-        numbers = jax.tree.unflatten(structure, range(len(leaves)))
+        indices = jax.tree.unflatten(structure, range(len(leaves)))
 
-        def rounded(u: jax.Array, p: jax.Array, number: int) -> tuple[jax.Array]:
+        def rounded(u: jax.Array, p: jax.Array, index: int) -> tuple[jax.Array]:
             if not half.is_half(p):
                 return (u,)
-            key = jax.random.fold_in(step_key, number)
+            key = jax.random.fold_in(step_key, index)
             before = half.as_float32(p)
             x = before + u.astype(jnp.float32)
             threshold = _random(jax.random.key_data(key), p.shape)
             return (half.difference(half.rounded_at(threshold, x, p.dtype), before),)
 
-        (updates,) = boundary.map_step(rounded, updates, [], numbers, reads=[params])
+        (updates,) = boundary.map_step(rounded, updates, [], indices, reads=[params])
         count = optax.safe_increment(state.count)
         return updates, RoundStochasticallyState(state.key, count)
 

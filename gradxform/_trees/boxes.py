@@ -42,9 +42,9 @@ def boxed(params: optax.Params, state: PyTree[T]) -> PyTree[T]:
 
 
 def _boxes() -> tuple[type, ...]:
-    known = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
-    modules = {name: sys.modules[name] for name in known if name in sys.modules}
-    return tuple(getattr(module, known[name]) for name, module in modules.items())
+    classes = {"flax.nnx": "Variable", "flax.core.meta": "AxisMetadata"}
+    modules = {name: sys.modules[name] for name in classes if name in sys.modules}
+    return tuple(getattr(module, classes[name]) for name, module in modules.items())
 
 
 def _content(box: PyTree[T]) -> T:

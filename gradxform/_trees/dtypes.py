@@ -41,9 +41,9 @@ def saturated(x: jax.typing.ArrayLike) -> jax.Array:
     """An integer, or inf, as int32; a number out of range becomes the nearest one."""
     low, high = np.iinfo(np.int32).min, np.iinfo(np.int32).max
     if isinstance(x, jax.Array):
-        own = jnp.iinfo(x.dtype)
-        if own.bits >= 32:
-            x = jnp.clip(x, max(own.min, low), min(own.max, high))
+        info = jnp.iinfo(x.dtype)
+        if info.bits >= 32:
+            x = jnp.clip(x, max(info.min, low), min(info.max, high))
         return x.astype(jnp.int32)
     number: Any = x.item() if isinstance(x, np.ndarray | np.generic) else x
     return jnp.asarray(min(max(number, low), high), jnp.int32)

@@ -116,15 +116,10 @@ def is_like(value: object, updates: optax.Updates) -> bool:
     An array that is like one that is all of the parameters may be anything else.
     """
     wanted: Any = structure(updates)
-    return (
-        wanted.num_nodes > 1
-        and wanted == structure(value)
-        and all(
-            np.shape(x) == g.shape
-            for x, g in zip(leaves(value), leaves(updates), strict=True)
-            if isinstance(g, SparseLeaf)
-        )
-    )
+    if wanted.num_nodes <= 1 or wanted != structure(value):
+        return False
+    pairs = zip(leaves(value), leaves(updates), strict=True)
+    return all(np.shape(x) == g.shape for x, g in pairs if isinstance(g, SparseLeaf))
 
 
 def with_values(leaf: Sparse, values: jax.Array) -> Sparse:
@@ -230,12 +225,12 @@ def matching(
       default: for all other leaves.
     """
     pairs = zip(jax.tree.leaves_with_path(params), values, strict=True)
-    known = {path: (p.shape, value) for (path, p), value in pairs}
+    by_path = {path: (p.shape, value) for (path, p), value in pairs}
 
     def find(path: Path, x: Leaf) -> T:
         if not has_gradient(x) or isinstance(x, SparseLeaf):
             return default
-        shape, value = known.get(path, (None, default))
+        shape, value = by_path.get(path, (None, default))
         return value if shape == np.shape(x) else default
 
     return find

@@ -9,7 +9,7 @@ from __future__ import annotations
 import jax
 import optax
 
-from gradxform._trees.types import Path
+from gradxform._trees.types import Path, PyTree
 
 
 @jax.tree_util.register_pytree_node_class
@@ -54,3 +54,33 @@ def owners(
     except Exception as error:  # An ``init`` that knows no such node may raise any.
         raise ValueError("init and state show no state of these leaves.") from error
     return marks
+
+
+def owned(
+    init: optax.TransformInitFn, params: optax.Params, state: optax.OptState
+) -> dict[Path, Path]:
+    """The parameter to which a leaf of ``state`` belongs, for those of placeholders.
+
+    Raises:
+      ValueError: as :func:`owners`.
+    """
+    found: dict[Path, Path] = {}
+
+    def own(start: Path, mark: object, part: optax.OptState) -> None:
+        if isinstance(mark, Placeholder):
+            ends = jax.tree.leaves_with_path(part)
+            found.update(((*start, *end), mark.path) for end, _ in ends)
+
+    marks = owners(init, params, state)
+    jax.tree.map_with_path(own, marks, state, is_leaf=is_placeholder)
+    return found
+
+
+def state_for(
+    init: optax.TransformInitFn, params: PyTree[jax.ShapeDtypeStruct]
+) -> optax.OptState | None:
+    """The state of parameters of other sizes; None if ``init`` does not take them."""
+    try:
+        return jax.eval_shape(init, params)
+    except Exception:  # An ``init`` that expects other sizes may raise any.
+        return None

@@ -51,8 +51,8 @@ class Mark:
 def mark_of(kind: type) -> Mark:
     """The mark of a class of states; nothing is known of one without a mark."""
     is_of_optax = kind.__module__.partition(".")[0] == "optax"
-    known = OF_OPTAX if is_of_optax else {}
-    mark: Mark = getattr(kind, _MARK, known.get(kind.__name__, Mark()))
+    table = OF_OPTAX if is_of_optax else {}
+    mark: Mark = getattr(kind, _MARK, table.get(kind.__name__, Mark()))
     return mark
 
 
@@ -65,12 +65,11 @@ def gates(
     state: optax.OptState, field: str | None = None
 ) -> list[tuple[Path, optax.OptState]]:
     """The states of the outermost gates, with this field, and the paths to them."""
-    return maps.nodes(
-        state,
-        lambda node: (
-            mark_of(type(node)).gate and (field is None or has_field(node, field))
-        ),
-    )
+
+    def is_gate(node: optax.OptState) -> bool:
+        return mark_of(type(node)).gate and (field is None or has_field(node, field))
+
+    return maps.nodes(state, is_gate)
 
 
 def needs(state: optax.OptState, name: str) -> bool:

@@ -14,7 +14,6 @@ from gradxform._numbers import arithmetic, norms
 from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._trees import dtypes, maps
-from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Gradient, Leaf
 
 # The smallest mean that divides an update.
@@ -94,8 +93,7 @@ def cautious(
     >>> updates  # The momentum is 6 and 1. One of two rests, so the other doubles.
     Array([-6., -0.], dtype=float32)
     """
-    arguments.check_transformation("inner", inner)
-    inner = with_any_extra_args(inner)
+    inner = arguments.transformation("inner", inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
         norms.check_stacked(stacked_axes, params)

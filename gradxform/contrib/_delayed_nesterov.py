@@ -107,10 +107,8 @@ def scale_by_delayed_nesterov(
     known = not isinstance(num_delay, jax.core.Tracer)
     most = 1 / int(num_delay) if known else 1.0  # type: ignore[arg-type]
     activation = arguments.in_range("activation", activation, f"[0, {most}]")
-    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
-    structures.check_state_dtype(
-        "accumulator_dtype", accumulator_dtype, complex_too=True
-    )
+    structures.check_state_dtype("mu_dtype", mu_dtype)
+    structures.check_state_dtype("accumulator_dtype", accumulator_dtype)
 
     def init_fn(params: optax.Params) -> ScaleByDelayedNesterovState:
         structures.check_same_kind("accumulator_dtype", accumulator_dtype, params)

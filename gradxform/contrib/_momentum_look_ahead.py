@@ -20,12 +20,7 @@ from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_
 from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.links import stateful
 from gradxform._trees.types import Leaf, Params
-from gradxform.contrib._alignment import (
-    MomentumAlignment,
-    Shares,
-    aligned,
-    checked,
-)
+from gradxform.contrib._alignment import MomentumAlignment, Shares, aligned, checked
 
 B1 = 0.9  # The default of both functions.
 
@@ -125,7 +120,7 @@ def scale_by_momentum_look_ahead(
     >>> assert jnp.allclose(updates, jnp.array([-3.2 + (1.0 - 1.6) / 2, 0.0]))
     """
     b1 = arguments.in_range("b1", b1, "[0, 1)")
-    structures.check_state_dtype("mu_dtype", mu_dtype, complex_too=True)
+    structures.check_state_dtype("mu_dtype", mu_dtype)
     alignment = None if alignment is None else checked(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:

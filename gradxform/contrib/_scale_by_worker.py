@@ -69,12 +69,12 @@ def scale_by_worker(
         worker: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> optax.Updates:
-        known, row = workers.row_of("scale_by_worker", worker, n)
+        is_member, row = workers.row_of("scale_by_worker", worker, n)
 
         # factors_i g
         def scale(g: jax.Array) -> jax.Array:
             factor = jnp.asarray(rates, dtypes.compute_dtype(g))[row]
-            return arithmetic.scale(g, jnp.where(known, factor, 0))
+            return arithmetic.scale(g, jnp.where(is_member, factor, 0))
 
         return maps.map_updates(scale, updates)
 

@@ -64,7 +64,6 @@ class Ledger:
         """The counts as :class:`Counts`."""
         pushed, given_up = self.tally.pushes + self._lost, self._given_up.total()
         workers = sorted({*self.tally.answers, *self._given_up})
-        answers = {worker: self.tally.last(worker) for worker in workers}
         under_way = len(self.begun) - len(self._counted)
         return Counts(
             pushed,
@@ -76,15 +75,13 @@ class Ledger:
             started=pushed + given_up + self._unanswered + under_way,
             under_way=under_way,
             unanswered=self._unanswered,
-            by_worker={
-                worker: WorkerCounts(
-                    last.accepted,
-                    last.number + 1 - last.accepted,
-                    self._given_up[worker],
-                )
-                for worker, last in answers.items()
-            },
+            by_worker={worker: self._counts_of(worker) for worker in workers},
         )
+
+    def _counts_of(self, worker: int) -> WorkerCounts:
+        last = self.tally.last(worker)
+        dropped = last.number + 1 - last.accepted
+        return WorkerCounts(last.accepted, dropped, self._given_up[worker])
 
     def next(self, worker: int) -> int:
         """The number of the worker's next push."""

@@ -256,19 +256,18 @@ class WorkerPool:
             return push
         if isinstance(outcome, _work.GivenUpError):
             ledger.give_up(index)  # `_hand_out` starts this number again.
-        elif isinstance(outcome, _work.UnansweredError):
-            ledger.leave_unanswered(index)
-            if isinstance(outcome, _work.StreamEndedError):
-                self._members.pop(index, None)
-            if isinstance(outcome, _work.ServerDiedError):  # Or its own process.
-                self._hear()
-            if isinstance(outcome, _work.RefusedError):
-                (local_step,) = outcome.args
-                if not is_past(local_step, ledger.incarnation):
-                    self._refused.add(index)
-        else:
-            ledger.leave_unanswered(index)
+            return None
+        ledger.leave_unanswered(index)
+        if not isinstance(outcome, _work.UnansweredError):
             self._raise(index, begun.number, outcome)
+        if isinstance(outcome, _work.StreamEndedError):
+            self._members.pop(index, None)
+        if isinstance(outcome, _work.ServerDiedError):  # Or its own process.
+            self._hear()
+        if isinstance(outcome, _work.RefusedError):
+            (local_step,) = outcome.args
+            if not is_past(local_step, ledger.incarnation):
+                self._refused.add(index)
         return None
 
     def _hear(self) -> None:

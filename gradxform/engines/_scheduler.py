@@ -57,17 +57,14 @@ class Scheduler:
         ledger = self._ledger
         # A rule sees the mapping itself, and cannot change it.
         clocks = types.MappingProxyType({i: self._clock(i) for i in members})
+        step, accumulated = ledger.global_step, ledger.accumulated
         refused: set[int] = set()  # Clocks of workers that may not begin.
         local_steps = tuple(each.global_step for each in ledger.begun.values())
         for index in sorted(free, key=lambda i: (self._free_since[i], i)):
             if self._pace is not None:
+                started = ledger.tally.accepted + len(local_steps)
                 progress = Progress(
-                    index,
-                    clocks,
-                    local_steps,
-                    ledger.global_step,
-                    ledger.accumulated,
-                    ledger.tally.accepted + len(local_steps),
+                    index, clocks, local_steps, step, accumulated, started
                 )
                 if clocks[index] in refused:
                     continue
@@ -76,8 +73,8 @@ class Scheduler:
                         refused.add(clocks[index])
                     continue
             waited = now - self._free_since[index]
-            begun = Begun(ledger.next(index), ledger.global_step, now, waited)
-            local_steps += (begun.global_step,)
+            begun = Begun(ledger.next(index), step, now, waited)
+            local_steps += (step,)
             ledger.begun[index] = begun
             yield index, begun.number
 

@@ -204,7 +204,7 @@ def _pair(given: object) -> LossAndGrads:
             f"{must}the loss a scalar, got {_described(loss)} as the loss: take its "
             "mean, and leave has_aux out. A function from jax.grad leaves the loss out."
         )
-    structures.check_usable("grads", grads)
+    structures.check_usable(grads=grads)
     return loss, grads
 
 

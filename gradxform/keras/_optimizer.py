@@ -110,7 +110,7 @@ class Optimizer(keras.optimizers.Optimizer):
         loss_scale_factor: float | None = None,
         name: str | None = None,
     ) -> None:
-        made = _made_by(tx)
+        built = _built_by(tx)
         super().__init__(
             # Keras would call it, but the property below is there first.
             learning_rate=lambda: self.learning_rate,
@@ -120,7 +120,7 @@ class Optimizer(keras.optimizers.Optimizer):
         # Keras rebuilds each tuple in an attribute, and that would lose the config. It
         # counts each variable in one as the optimizer's own.
         object.__setattr__(self, "_given", tx)
-        object.__setattr__(self, "_tx", made)
+        object.__setattr__(self, "_tx", built)
         object.__setattr__(self, "_leaves", {})
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -187,17 +187,17 @@ class Optimizer(keras.optimizers.Optimizer):
 
         Keras calls it with the variables that have a gradient.
         """
-        known = self._trainable_variables
+        variables = self._trainable_variables
         # Keras's optimizers take JAX's sparse arrays, too.
         grads = [g.todense() if hasattr(g, "todense") else g for g in grads]
         given = dict(zip(map(id, trainable_variables), grads, strict=True))
         leaves = self._leaves.values()
         params, state = self._step(
-            _by_path(known, [given.get(id(v)) for v in known]),
+            _by_path(variables, [given.get(id(v)) for v in variables]),
             jax.tree.unflatten(self._structure, [leaf.read() for leaf in leaves]),
-            _by_path(known, [v.value for v in known]),
+            _by_path(variables, [v.value for v in variables]),
         )
-        for variable, value in zip(known, params.values(), strict=True):
+        for variable, value in zip(variables, params.values(), strict=True):
             variable.assign(value)
         for leaf, value in zip(leaves, jax.tree.leaves(state), strict=True):
             leaf.assign(value)
@@ -308,17 +308,17 @@ class _Leaf(NamedTuple):
         self.variable.assign(value if self.key is None else jax.random.key_data(value))
 
 
-def _made_by(
+def _built_by(
     tx: optax.GradientTransformation | Callable[[], optax.GradientTransformation],
 ) -> optax.GradientTransformation:
-    made = tx() if callable(tx) else tx
-    if not isinstance(made, optax.GradientTransformation):
+    built = tx() if callable(tx) else tx
+    if not isinstance(built, optax.GradientTransformation):
         raise TypeError(
             "tx must be a GradientTransformation, or a function without arguments that "
-            f"returns one, got {made!r}. For optax.MultiSteps pass its "
+            f"returns one, got {built!r}. For optax.MultiSteps pass its "
             "gradient_transformation()."
         )
-    return made
+    return built
 
 
 def _by_path(

@@ -243,7 +243,7 @@ def wide():
 
 def kinds_of(p, given):
     """The kinds of the arguments, if so many slices are there."""
-    source = Source(p.number, given, is_whole=p.number == given == 1)
+    source = Source(p.number, given, is_complete=p.number == given == 1)
 
     def kind(name):
         axis = p.axes[name]
@@ -277,7 +277,7 @@ def by_slices(p, given, *, numbered):
     whole = slices.trace_whole(p.f, tuple(p.args.values()), along, few)
     # As by layers: nothing may add up slices.
     refused = [] if numbered else ["random_bits"]
-    policy = Policy("slice", "array", refused, lambda *_: None, is_numbered=numbered)
+    policy = Policy("slice", "array", refused, lambda *_: None, is_indexed=numbered)
 
     @jax.jit
     def run(first, *few):

@@ -15,8 +15,10 @@ pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[
 
 from benchmarks import largest, schedule
 from benchmarks.compilers import Program, mesh, placed
-from benchmarks.models import size, transformer
+from benchmarks.models import next_tokens, size, transformer
 from gradxform._jax.compilers import SMALL_TILES
+
+HOST_HAS_ALL = "master weights, layers, all of it on the host"
 
 
 @pytest.mark.slow
@@ -26,7 +28,7 @@ from gradxform._jax.compilers import SMALL_TILES
     [
         ("master weights, layers, state on the host", 6.5, 15.75, 6.0),
         # All of it is there, 20.1 billion parameters, but two layers.
-        ("master weights, layers, all of it on the host", 20.1, 4.5, 0.0),
+        (HOST_HAS_ALL, 20.1, 4.5, 0.0),
     ],
 )
 def test_one_chip_holds_a_large_model(name, billions, most, least):
@@ -35,6 +37,29 @@ def test_one_chip_holds_a_large_model(name, billions, most, least):
     on_chip, on_host = largest.needed(largest.lower(training, layers, chip), 15.75)
     assert on_chip <= most
     assert on_host > least * billions  # GiB; bytes of state for each parameter.
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_one_layer_of_a_large_model_is_evaluated_at_a_time():
+    """20.1 billion parameters, with 4 GiB asked for. A loop samples, too."""
+    chip, training = mesh("v5e:2x2"), largest.TRAININGS[HOST_HAS_ALL]
+    tokens = placed(jax.ShapeDtypeStruct((1, largest.LENGTH), jnp.int32), chip)
+
+    def temporaries(layers, f):
+        params, _ = largest.shapes(training, layers, chip)
+        lowered = gx.evaluate(f, layers=["layers"]).lower(params, tokens)
+        found = lowered.compile().memory_analysis()
+        return found.temp_size_in_bytes, size(params)
+
+    def several(params, tokens):
+        return jax.lax.map(
+            lambda x: next_tokens(params, x[None]), tokens.reshape(8, -1)
+        )
+
+    layers = round(20.1e9 / (12 * largest.MODEL["width"] ** 2))
+    assert temporaries(layers, next_tokens)[0] <= 0.2 * 2**30
+    needed, whole = temporaries(16, several)
+    assert needed <= 0.1 * whole
 
 
 # Temporaries of a step with 7 bytes a parameter, and of making its state, in N.
@@ -102,6 +127,38 @@ def test_a_new_state_needs_a_layer_of_room(name):
     found = make.compile().memory_analysis()
     room = found.temp_size_in_bytes + found.host_temp_size_in_bytes
     assert room <= MOST.get(name, 0.15) * size(params)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parameters_come_and_go_a_layer_at_a_time(dtype):
+    """As the page on larger models makes them, and writes them to files."""
+    place = placed(jax.ShapeDtypeStruct((), jnp.int32), mesh("v5e:2x2")).sharding
+
+    def init_layer(key):
+        up, down = jax.random.normal(key, (2, 1024, 4096), dtype)
+        return {"up": up, "down": down.T}
+
+    def init(data):
+        keys = jax.random.split(jax.random.wrap_key_data(data), 16)
+        return jax.lax.map(lambda key: gx.on_host(init_layer(key)), keys)
+
+    def layer_of(stacks, i):
+        def part(x):
+            x = jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+            return jax.device_put(x, jax.memory.Space.Device)
+
+        return jax.tree.map(part, stacks)
+
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32, sharding=place)
+    stacks = jax.eval_shape(init, key)
+    stacks = jax.tree.map(lambda x: x.update(sharding=place), stacks)
+    made = jax.jit(init).lower(key).compile().memory_analysis()
+    assert made.temp_size_in_bytes + made.output_size_in_bytes <= 0.14 * size(stacks)
+    i = jax.ShapeDtypeStruct((), jnp.int32, sharding=place)
+    written = jax.jit(layer_of).lower(gx.on_host(stacks), i).compile()
+    found = written.memory_analysis()
+    assert found.temp_size_in_bytes + found.output_size_in_bytes <= 0.07 * size(stacks)
 
 
 @pytest.mark.slow

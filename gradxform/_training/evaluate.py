@@ -1,0 +1,115 @@
+"""A function of parameters that come from the host a layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import optax
+
+from gradxform._checks import structures
+from gradxform._devices import host
+from gradxform._jax import versions
+from gradxform._training import layers as layered
+from gradxform._training import tpu
+from gradxform._training.forward import Forward, Stack
+from gradxform._training.stacks import StackVariable
+from gradxform._trees import maps
+from gradxform._trees.types import Path
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def evaluate(f: Callable[P, R], *, layers: Collection[str] = ()) -> Callable[P, R]:
+    r"""A compiled ``f(params, *args)``, whose parameters may lie on the host.
+
+    .. math:: y = f(w, args)
+
+    It is the forward pass of a step by layers alone: for losses and metrics of a test
+    set, and to sample from a model. It computes no gradient and keeps no activations. A
+    ``jax.lax.scan`` of ``f`` that goes over a stack reads one layer of it at a time. So
+    parameters on the host need room for about two layers on the device.
+
+    Any number of scans may go over a stack, also within loops, conditionals and
+    ``jax.jit``, such as the loop that samples one token after another. Then each turn
+    brings all layers once. A cache with an entry for each layer is an input of such a
+    scan, and one of its results. What else reads a stack gets the whole of it.
+
+    Args:
+      f: ``f(params, *args, **kwargs)`` returns any tree of arrays.
+      layers: paths of parameters, or of trees of them, as for :func:`minimize`.
+        Parameters beside them come whole.
+
+    Returns:
+      The same function, jitted. To donate an argument, such as a cache, put ``jax.jit``
+      around it: ``jax.jit(gx.evaluate(f, layers=...), donate_argnums=1)``.
+
+    Raises:
+      ValueError: ``layers`` names no parameter, or one that no scan goes over.
+      TypeError: ``layers`` is no sequence of paths; or ``f`` returns no arrays.
+
+    References:
+      Ren et al., `ZeRO-Offload <https://arxiv.org/abs/2101.06840>`__, 2021.
+
+    >>> import gradxform as gx, jax, jax.numpy as jnp
+    >>> params = gx.on_host({"layers": jnp.full((4, 16, 16), 0.5)}, min_size=1)
+    >>> def f(params, x):
+    ...     return jax.lax.scan(lambda x, w: (x @ w, x.sum()), x, params["layers"])
+    >>> y, sums = gx.evaluate(f, layers=["layers"])(params, jnp.ones((1, 16)))
+    >>> assert jnp.all(y == 8.0**4)
+    >>> assert sums.tolist() == [16, 128, 1024, 8192]
+    """
+    layered.check_paths(layers)
+    if layers:
+        versions.before_tracing()
+
+    def evaluated(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
+        paths = layered.paths_of(layers, params)
+
+        def of_params(params: optax.Params) -> Any:  # As `f`.
+            if not paths:
+                return f(host.to_device(params), *args, **kwargs)
+            return _by_layers(lambda params: f(params, *args, **kwargs), paths, params)
+
+        results = tpu.with_bytes(of_params, params) if paths else of_params(params)
+        if not jax.tree.leaves(results):
+            raise TypeError(f"f must return arrays, got {results!r}.")
+        return results
+
+    return jax.jit(evaluated)
+
+
+def _by_layers(
+    f: Callable[[optax.Params], Any], paths: Collection[Path], params: optax.Params
+) -> Any:  # As `f`.
+    """``f(params)``, with the layers of the stacks at these paths one by one."""
+    leaves, treedef = maps.flatten(params)
+    names = [path for path, _ in maps.leaves_with_path(params)]
+    stacks = {n: leaves[n] for n, name in enumerate(names) if name in paths}
+    others = host.to_device([x for n, x in enumerate(leaves) if n not in stacks])
+
+    def of_stacks(stacks: Mapping[int, jax.Array]) -> Any:
+        rest = iter(others)
+        filled = [stacks[n] if n in stacks else next(rest) for n in range(len(leaves))]
+        return f(jax.tree.unflatten(treedef, filled))
+
+    types = {
+        n: jax.typeof(x).update(memory_space=host.DEVICE) for n, x in stacks.items()
+    }
+    with jax.disable_jit(False):  # Otherwise it would unroll each scan.
+        closed, shapes = jax.make_jaxpr(of_stacks, return_shape=True)(types)
+    values = [
+        Stack(StackVariable(n, structures.path_str(names[n])), x)
+        for n, x in stacks.items()
+    ]
+    forward = Forward()
+    results = forward.results(closed.jaxpr, [*closed.consts, *values])
+    for x in values:
+        if x.variable.index not in forward.scanned:
+            raise ValueError(
+                f"{x.variable.path!r} is one of layers, but no jax.lax.scan of f goes "
+                "over its layers. Leave it out of layers: then it comes whole."
+            )
+    return jax.tree.unflatten(jax.tree.structure(shapes), results)
