@@ -344,7 +344,7 @@ def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:
 def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
     if name == Op.CONVOLUTION:
-        return _regrouped(eqn, along, number)
+        return _regrouped(eqn, along, length)
     if name not in versions.OF_SHAPE:
         return eqn
     shape: Any = along.of(shape_of(eqn.outvars[0]), length)
@@ -362,13 +362,13 @@ def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})
 
 
-def _regrouped(eqn: JaxprEqn, along: Along, number: int) -> JaxprEqn:
+def _regrouped(eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     """A convolution with the groups of another number of slices."""
     *_, made = eqn.params["dimension_numbers"]
     if along.axis != made[1]:
         return eqn
-    length = shape_of(eqn.outvars[0])[made[1]] // along.entries
+    before = shape_of(eqn.outvars[0])[made[1]] // along.entries
     name, groups = _groups(eqn)
-    if groups % length:  # Filters for one array.
+    if groups % before:  # Filters for one array.
         return eqn
-    return eqn.replace(params=eqn.params | {name: groups // length * number})
+    return eqn.replace(params=eqn.params | {name: groups // before * length})

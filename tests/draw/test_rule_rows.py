@@ -142,8 +142,8 @@ ROWS += [
     (f"jax.grad(lambda u: ({POOL})(u)[0, 0, 0])(x)", "x0= x1=1 x2="),
     (convolved("filters"), "image0=0 image1= image2= filters0=1 filters1= filters2="),
     (
-        convolved("turned", ("CNW", "IOW", "WNC")),
-        "image0= image1=1 image2= turned0= turned1=2 turned2=",
+        convolved("turned", ("CNW", "IOW", "NWC")),
+        "image0= image1=0 image2= turned0= turned1=2 turned2=",
     ),
     # One slice of features is all of them.
     (convolved("filters"), "image0/1=0 image1/1=1 filters0/1=1 filters1/1="),
