@@ -16,22 +16,28 @@ class Op(enum.StrEnum):
 
     BARRIER = "optimization_barrier"
     BROADCAST = "broadcast_in_dim"
+    CALL = "eval_jaxpr"  # From JAX 0.11 on.
     CAST = "convert_element_type"
     CHECKPOINT = "remat2"
     COND = "cond"
+    CONVOLUTION = "conv_general_dilated"
     COPY = "copy"
     CUSTOM_JVP = "custom_jvp_call"
     CUSTOM_VJP = "custom_vjp_call"
+    DEVICE_PUT = "device_put"
     DOT = "dot_general"
     DYNAMIC_SLICE = "dynamic_slice"
     DYNAMIC_UPDATE_SLICE = "dynamic_update_slice"
     FFT = "fft"
     GATHER = "gather"
+    HIGH = "call_hi_primitive"  # From JAX 0.11 on.
     IOTA = "iota"
     JIT = "jit"
     LESS = "lt"
+    LINEAR_SOLVE = "custom_linear_solve"
     NAME = "name"
     PAD = "pad"
+    PIVOTS = "lu_pivots_to_permutation"
     RANDOM_BITS = "random_bits"
     RESHAPE = "reshape"
     RESHARD = "reshard"
@@ -39,6 +45,7 @@ class Op(enum.StrEnum):
     SLICE = "slice"
     STACK = "stack"
     STOP_GRADIENT = "stop_gradient"
+    TILE = "tile"
     TRANSPOSE = "transpose"
     UNSTACK = "unstack"  # From JAX 0.12 on.
     WHILE = "while"
@@ -81,15 +88,23 @@ _OWN_AXES = {
     "axis": "cumlogsumexp cummax cummin cumprod cumsum split top_k unstack",
     "dimension": "concatenate sort",
     "dimensions": "reduce rev squeeze",
+    "reduction_dimension": "approx_top_k",
 }
 OWN_AXES = {op: key for key, ops in _OWN_AXES.items() for op in ops.split()}
 # Operations on matrices, which are the last two axes; axes in front are a batch.
 _OF_MATRICES = """
-    cholesky eig eigh geqrf householder_product lu qr schur svd triangular_solve
+    cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd
+    symmetric_product triangular_solve tridiagonal tridiagonal_solve
 """
 OF_MATRICES = frozenset(_OF_MATRICES.split())
 _SCATTERS = "scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub"
 SCATTERS = frozenset(_SCATTERS.split())
+# Windows of an array: a result has an entry for each, or adds up what each gives.
+_WINDOWS = """
+    reduce_window reduce_window_max reduce_window_min reduce_window_sum
+    select_and_gather_add select_and_scatter_add
+"""
+WINDOWS = frozenset(_WINDOWS.split())
 
 
 # These show numbers, and give none.
@@ -99,9 +114,11 @@ OVER_MESH = frozenset({"pmax", "pmin", "ppermute", "psum", "psum_invariant"})
 # Parameters that do not say where entries go, whatever the operation: they say what is
 # computed, in which dtype, how, on which devices, or in which order along another axis.
 _NO_PLACES = """
-    bit_width computation dtype fft_type fill_value index_dtype indices_are_sorted
-    is_stable jaxpr k mode num_keys out_sharding precision preferred_element_type
-    reverse sharding sizes unique_indices unroll update_consts update_jaxpr
+    aggregate_to_topk bit_width computation consts dtype fft_type fill_value index_dtype
+    indices_are_sorted is_max_k is_stable jaxpr k mode num_keys out_sharding
+    permutation_size precision preferred_element_type recall_target
+    reduction_input_size_override reverse select_prim sharding sizes unique_indices
+    unroll update_consts update_jaxpr
 """
 # What `scan_lengths` reads, and parameters of `scan` that say nothing more.
 SCAN_LENGTHS = frozenset({"ft_in", "num_carry", "num_consts"})
@@ -232,6 +249,32 @@ def scan_lengths(scan: jax.extend.core.JaxprEqn) -> tuple[int, int]:
         return scan.params["num_consts"], scan.params["num_carry"]
     consts, carry, _ = scan.params["ft_in"].unpack()
     return len(list(consts)), len(list(carry))
+
+
+def are_drawn_alone(keys: Any) -> bool:
+    """Whether a key in an array draws the same bits as alone; that of XLA does not."""
+    return str(keys.aval.dtype) == "key<fry>"
+
+
+def opened(eqn: jax.extend.core.JaxprEqn) -> jax.extend.core.ClosedJaxpr:
+    """What an operation computes that has a derivative of its own, as a program."""
+    from jax.extend.core import jaxpr_as_fun
+
+    def solved(*args: jax.Array) -> list[jax.Array]:
+        lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
+        start, stop = lengths.matvec + lengths.vecmat, sum(lengths)
+        given = *args[start : start + lengths.solve], *args[stop:]
+        return jaxpr_as_fun(solve)(*given)
+
+    if "call_jaxpr" in eqn.params:
+        return eqn.params["call_jaxpr"]
+    f: Any = solved
+    if eqn.primitive.name == Op.HIGH:
+        primitive: Any = eqn.primitive
+        f = functools.partial(primitive.to_lojax, **eqn.params)
+    types: list[Any] = [x.aval for x in eqn.invars]
+    with jax.disable_jit(False), eqn.ctx.manager:
+        return jax.make_jaxpr(f)(*types)
 
 
 def evaluate(

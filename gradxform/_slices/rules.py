@@ -120,14 +120,19 @@ def _beside(
     """
     del length
     own = eqn.params[axes]
-    kept = _without(own if isinstance(own, tuple) else (own,), along)
     before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
+    own = own if isinstance(own, tuple) else (own % len(before),)
+    kept = _without(own, along)
     return along if kept and len(before) == len(after) else kept
 
 
-def _in_front(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+def _in_front(
+    axes: int, eqn: JaxprEqn, operand: int, along: Along, length: int
+) -> Along | None:
+    """So many last axes are one object; others are a batch."""
     del operand, length
-    return along if along.axis < len(shape_of(eqn.invars[0])) - 2 else None
+    rank = max(len(shape_of(x)) for x in eqn.invars)
+    return along if along.axis < rank - axes else None
 
 
 def _transformed(
@@ -218,6 +223,45 @@ def _padded(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | N
     return None if any(eqn.params["padding_config"][along.axis]) else along
 
 
+def _windowed(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    """Each window has one entry along the axis, and there is one for each entry."""
+    del operand, length
+    axis = along.axis
+    names = ("window_dimensions", "window_strides", "base_dilation")
+    sizes = [eqn.params[name][axis] for name in names if name in eqn.params]
+    is_alone = {*sizes} == {1} and not any(eqn.params["padding"][axis])
+    return along if is_alone else None
+
+
+def _tiled(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    del operand, length
+    return along if eqn.params["reps"][along.axis] == 1 else None
+
+
+def _convolved(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    """Slices of a batch, of filters for one array, or groups of an array and filters.
+
+    A slice has as many groups as another one. A filter gives one feature of the result.
+    """
+    array, filters, made = eqn.params["dimension_numbers"]
+    name, groups = _groups(eqn)
+    is_batch = name == "batch_group_count"
+    if operand == 0 and along.axis == array[0] and not is_batch:
+        return along._replace(axis=made[0])
+    if along.axis != (array[0 if is_batch else 1], filters[0])[operand]:
+        return None
+    if groups % length and (operand == 0 or groups > 1):
+        return None
+    return Along(made[1], shape_of(eqn.outvars[0])[made[1]] // length)
+
+
+def _groups(eqn: JaxprEqn) -> tuple[str, int]:
+    """The groups of a convolution: they divide the features, or else the batch."""
+    names = ("batch_group_count", "feature_group_count")
+    name = names[eqn.params[names[0]] == 1]
+    return name, eqn.params[name]
+
+
 def _multiplied(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
     del length
     contracted, batch = eqn.params["dimension_numbers"]
@@ -233,12 +277,16 @@ def _multiplied(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along
     return along._replace(axis=before)
 
 
-def _drawn(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
-    """An array of keys draws bits for each of them."""
-    del eqn, operand, length
-    return along
+def _drawn(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
+    """Each key draws its bits; only keys of Threefry do so in an array of keys."""
+    del operand, length
+    return along if versions.are_drawn_alone(eqn.invars[0]) else None
 
 
+_OF_WINDOWS = (
+    *("window_dimensions", "window_strides", "padding"),
+    *("base_dilation", "window_dilation"),
+)
 RULES: dict[str, Rule] = {
     **dict.fromkeys(versions.ELEMENTWISE | versions.SAME_VALUES, Rule(_elementwise)),
     **dict.fromkeys(versions.REDUCTIONS, Rule.of(_reduced, "axes")),
@@ -246,9 +294,15 @@ RULES: dict[str, Rule] = {
         op: Rule.of(functools.partial(_beside, axes), axes)
         for op, axes in versions.OWN_AXES.items()
     },
-    **dict.fromkeys(versions.OF_MATRICES, Rule(_in_front)),
+    **dict.fromkeys(versions.OF_MATRICES, Rule(functools.partial(_in_front, 2))),
     **dict.fromkeys(versions.SCATTERS, Rule.of(_scattered, "dimension_numbers")),
+    **dict.fromkeys(versions.WINDOWS, Rule.of(_windowed, *_OF_WINDOWS)),
     Op.BROADCAST: Rule.of(_broadcast, "broadcast_dimensions", "shape"),
+    Op.CONVOLUTION: Rule.of(
+        _convolved,
+        *("batch_group_count", "dimension_numbers", "feature_group_count"),
+        *("lhs_dilation", "padding", "rhs_dilation", "window_strides"),
+    ),
     Op.DOT: Rule.of(_multiplied, "dimension_numbers"),
     Op.DYNAMIC_SLICE: Rule.of(_elementwise, "slice_sizes"),
     Op.DYNAMIC_UPDATE_SLICE: Rule.of(_written),
@@ -256,11 +310,13 @@ RULES: dict[str, Rule] = {
     Op.GATHER: Rule.of(_read, "dimension_numbers", "slice_sizes"),
     Op.IOTA: Rule.of(_elementwise, "dimension", "shape"),
     Op.PAD: Rule.of(_padded, "padding_config"),
+    Op.PIVOTS: Rule.of(functools.partial(_in_front, 1)),
     Op.RANDOM_BITS: Rule.of(_drawn, "shape"),
     Op.RESHAPE: Rule.of(_reshaped, "dimensions", "new_sizes"),
     Op.SCAN: Rule.of(_scanned, "length", *versions.SCAN_LENGTHS),
     Op.SLICE: Rule.of(_cut, "start_indices", "limit_indices", "strides"),
     Op.STACK: Rule.of(_stacked, "axis"),
+    Op.TILE: Rule.of(_tiled, "reps"),
     Op.TRANSPOSE: Rule.of(_transposed, "permutation"),
 }
 
@@ -287,6 +343,8 @@ def is_made(name: str, eqn: JaxprEqn, along: Along) -> bool:
 
 def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
+    if name == Op.CONVOLUTION:
+        return _regrouped(eqn, along, length)
     if name not in versions.OF_SHAPE:
         return eqn
     shape: Any = along.of(shape_of(eqn.outvars[0]), length)
@@ -302,3 +360,15 @@ def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
         if axis is not None and index is None:
             shape = along._replace(axis=axis).of(shape, length)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})
+
+
+def _regrouped(eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
+    """A convolution with the groups of another number of slices."""
+    *_, made = eqn.params["dimension_numbers"]
+    if along.axis != made[1]:
+        return eqn
+    before = shape_of(eqn.outvars[0])[made[1]] // along.entries
+    name, groups = _groups(eqn)
+    if groups % before:  # Filters for one array.
+        return eqn
+    return eqn.replace(params=eqn.params | {name: groups // before * length})

@@ -13,6 +13,7 @@ An evaluation adds no array of the size of a whole one.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -376,7 +377,9 @@ class Evaluator:
             return self.made[x, kind]
         name, eqn, along = x.name, x.eqn, kind.along
         kinds, operands = self._operands(name, x.inputs, eqn, kind)
-        is_read = any(kinds) or is_made(name, eqn, along)
+        # Each layer would get the same bits, unless it has a key of its own.
+        is_same = name == Op.RANDOM_BITS and self.policy.is_indexed
+        is_read = any(kinds) or (is_made(name, eqn, along) and not is_same)
         is_counted = not is_read and name == Op.IOTA and kind.source in self.first
         if not (is_read or is_counted) or name in self.policy.refused:
             self._mixes(eqn)
@@ -417,7 +420,8 @@ class Evaluator:
         return dataclasses.replace(self._anew(), notes=None)
 
     def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        return self._inside(eqn).results(eqn.params["jaxpr"], inputs)
+        name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
+        return self._inside(eqn).results(eqn.params[name], inputs)
 
     def _checkpoint(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return jaxprs.run(eqn.params["jaxpr"], inputs, self._inside(eqn).apply)
@@ -646,9 +650,20 @@ class Evaluator:
             for reason, kind in zip(missing, kinds, strict=True)
         ]
 
+    def _opened(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of an operation that JAX makes of others, with its derivative."""
+        # They are other equations each time, so no note can name one.
+        return dataclasses.replace(self, notes=None)._custom_jvp(eqn, inputs)
+
+    def _device_put(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """Arrays stay where they are, unless a place is named: that of whole ones."""
+        if any(place is not None for place in eqn.params["devices"]):
+            self._mixes(eqn)
+        return inputs
+
     def _custom_jvp(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a ``custom_jvp``, with its derivative."""
-        closed, num_results = eqn.params["call_jaxpr"], len(eqn.outvars)
+        closed, num_results = versions.opened(eqn), len(eqn.outvars)
         run = functools.partial(self._inside(eqn).results, closed)
         if _missing(inputs):  # It has no derivative either.
             return run(inputs)
@@ -713,21 +728,29 @@ class Evaluator:
         """An operand of a function: if it is not made yet, like one with slices."""
         if not isinstance(x, _UNREAD):
             return x
+        shape = shape_of(eqn.invars[operand])
         for other, var in zip(inputs, eqn.invars, strict=True):
-            is_alike = shape_of(var) == shape_of(eqn.invars[operand])
-            if isinstance(other, Slices) and isinstance(x, Deferred) and is_alike:
-                return Slices(self._sliced(x, other.kind, eqn), other.kind)
+            if not (isinstance(other, Slices) and isinstance(x, Deferred)):
+                continue
+            ours, axis = shape_of(var), other.kind.along.axis
+            if len(ours) == len(shape) and ours[axis] == shape[axis]:
+                with contextlib.suppress(MixedSlicesError):
+                    return Slices(self._sliced(x, other.kind, eqn), other.kind)
         return self._materialized(x)
 
 
 # These run programs inside, and some of their results need only some of their inputs.
 _CALLS: dict[str, Callable[[Evaluator, JaxprEqn, list[Value]], list[Value]]] = {
     Op.BARRIER: Evaluator._barrier,
+    Op.CALL: Evaluator._jit,
     Op.CHECKPOINT: Evaluator._checkpoint,
     Op.COND: Evaluator._cond,
     Op.CUSTOM_JVP: Evaluator._custom_jvp,
     Op.CUSTOM_VJP: Evaluator._custom_jvp,  # The derivative of its rule is refused.
+    Op.DEVICE_PUT: Evaluator._device_put,
+    Op.HIGH: Evaluator._opened,
     Op.JIT: Evaluator._jit,
+    Op.LINEAR_SOLVE: Evaluator._opened,
     Op.SCAN: Evaluator._scan,
     Op.WHILE: Evaluator._while,
     **dict.fromkeys(versions.OVER_MESH, Evaluator._over_mesh),
@@ -808,6 +831,8 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
         return bool(shape)
     pairs = zip(deferred, map(shape_of, eqn.invars), strict=True)
     others = [shape for is_deferred, shape in pairs if shape and not is_deferred]
+    if name == Op.GATHER and deferred[1]:  # Each slice has its own indices.
+        return True
     return not others or (name in versions.ELEMENTWISE and shape not in others)
 
 

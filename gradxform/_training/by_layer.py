@@ -16,7 +16,6 @@ import optax
 
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
-from gradxform._jax.versions import Op
 from gradxform._rows import boundary
 from gradxform._rows.lookup import Offsets
 from gradxform._slices import slices
@@ -249,8 +248,7 @@ def _policy(*, is_second_pass: bool = False) -> Policy:
             )
         return None
 
-    # Each layer would get the same bits.
-    return Policy("layer", "stack", [Op.RANDOM_BITS], add_up, is_indexed=True)
+    return Policy("layer", "stack", (), add_up, is_indexed=True)
 
 
 def _total(eqn: JaxprEqn, parts: jax.Array) -> list[jax.Array]:

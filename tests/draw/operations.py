@@ -244,9 +244,147 @@ def divided(d, x):
 def top_k(d, x):
     if (axis := d.axis(x)) is None:
         return None
-    axis = positive(d, x, axis)
-    k, which = d.integer(0, d.shape(x)[axis]), d.integer(0, 1)
-    return f"lax.top_k({x}, {k}, axis={axis})[{which}] + 0.0"
+    n, which = d.shape(x)[axis], d.integer(0, 1)
+    k = d.integer(0, n)
+    if d.chance():
+        f, size = d.one_of(["approx_max_k", "approx_min_k"]), d.one_of([-1, n])
+        how = f"recall_target={d.one_of([0.9, 1.0])}, "
+        how += f"reduction_input_size_override={size}"
+        return f"lax.{f}({x}, {k}, reduction_dimension={axis}, {how})[{which}] + 0.0"
+    return f"lax.top_k({x}, {k}, axis={positive(d, x, axis)})[{which}] + 0.0"
+
+
+def tiled(d, x):
+    return f"jnp.tile({x}, {tuple(d.one_of([1, 1, 2]) for _ in d.shape(x))})"
+
+
+# Windows.
+
+
+def paddings(d, least):
+    return [(d.integer(least, 2), d.integer(0, 2)) for _ in range(3)]
+
+
+def of_axes(d, count, plain, *others):
+    """Something for each axis; half of them are plain."""
+    return tuple(plain if d.chance() else d.one_of(others) for _ in range(count))
+
+
+def windowed(d, x):
+    """Windows, and their first and second derivatives."""
+    if not (rank := len(d.shape(x))):
+        return None
+    f, start, op = d.one_of(
+        [
+            ("sum", 0.0, "lax.add"),
+            ("max", "-jnp.inf", "lax.max"),
+            ("min", "jnp.inf", "lax.min"),
+            ("reduced", 0.0, "lambda a, b: a + b + a * b"),
+        ]
+    )
+    sizes = tuple(1 if d.chance() else d.integer(1, max(n, 1)) for n in d.shape(x))
+    steps, padding = of_axes(d, rank, 1, 2), of_axes(d, rank, (0, 0), *paddings(d, 0))
+    dilations = of_axes(d, rank, 1, 2), of_axes(d, rank, 1, 2)
+    how = d.one_of(["plain", "plain", "jvp", "grad"])
+    if how == "grad":  # XLA takes no windows of padding alone.
+        dilations = (1,) * rank, (1,) * rank
+        padding = tuple((d.integer(0, n - 1), 0) for n in sizes)
+    text = f"lax.reduce_window(v, {start}, {op}, {sizes}, {steps}, {padding}"
+    text = f"lambda v: {text}, *{dilations})"
+    if how == "jvp" and f != "reduced":
+        return f"jax.jvp({text}, ({x},), ({d.like(x)},))[1]"
+    if how == "grad" and f != "reduced":
+        return f"jax.grad(lambda u: jnp.sum(jnp.sin(({text})(u))))({x})"
+    return f"jnp.clip(({text})({x}), -9.0, 9.0)"
+
+
+def convolved(d, x):
+    """Values with any axes as batch, features and places; filters from others."""
+    rank = len(d.shape(x))
+    if rank < 2 or 0 in d.shape(x):
+        return None
+    y, axes, shape = d.like(x), d.order(range(rank)), d.shape(x)
+    batch, features, *_ = axes
+    others = d.order(a for a in range(rank) if a != features)
+    filters = (others[0], features, *others[1:])
+    kind = d.one_of(["one", "one", "features", "batch"])
+    groups = {"features": shape[features], "batch": shape[batch]}.get(kind, 1)
+    if kind != "one":
+        groups = d.one_of(n for n in range(1, groups + 1) if not groups % n)
+    size = shape[features] // (groups if kind == "features" else 1)
+    places = rank - 2
+    made = d.integer(1, 2) * groups
+    own = (made, size, *(d.integer(1, 2) for _ in range(places)))
+    constant = f"jnp.cos(jnp.arange({math.prod(own)}.0)).reshape({own})"
+    y = f"lax.slice_in_dim({y}, 0, {size}, axis={features})"
+    y = d.one_of([f"jnp.repeat({y}, {groups}, axis={others[0]})", y])
+    y, filters = d.one_of([(constant, tuple(range(rank))), (y, filters), (y, filters)])
+    out = tuple(d.order(range(rank)))
+    return (
+        f"lax.conv_general_dilated({x}, {y}, {of_axes(d, places, 1, 2)}, "
+        f"{of_axes(d, places, (0, 0), *paddings(d, -1))}, "
+        f"{of_axes(d, places, 1, 2)}, {of_axes(d, places, 1, 2)}, "
+        f"lax.ConvDimensionNumbers({tuple(axes)}, {filters}, {out}), "
+        f"feature_group_count={groups if kind == 'features' else 1}, "
+        f"batch_group_count={groups if kind == 'batch' else 1}, "
+        f"precision={d.one_of([None, 'highest'])!r})"
+    )
+
+
+def convolved_alone(d, x):
+    """Each along an axis by itself: the filters, the values, or both."""
+    if (axis := d.axis(x)) is None or not 2 <= len(d.shape(x)) < 4:
+        return None
+    y, rank = d.like(x), len(d.shape(x))
+    alone = d.one_of([("a", "b"), ("a", "w"), ("w", "b"), ("a", "a")])
+    kind = d.one_of(["batch", "feature"])
+    shape = tuple(n for a, n in enumerate(d.shape(x)) if a != axis % rank)
+    w = f"jnp.sin(jnp.arange({math.prod(shape)}.0)).reshape({shape})"
+    axes = {"batch": "[:, None]", "feature": "[None]"}[kind]
+    groups = shape[0] if d.chance() else 1
+    two = f"{alone[0]}{axes}, {alone[1]}[{':, None' if groups > 1 else 'None'}]"
+    conv = f"lax.conv_general_dilated({two}, {(1,) * (rank - 2)}, 'SAME', "
+    conv += f"{kind}_group_count={groups})"
+    text = f"(lambda w: jax.vmap(lambda a, b: {conv}, in_axes={axis}, "
+    return f"{text}out_axes={d.one_of([0, axis])})({x}, {y}))({w})"
+
+
+def smoothed(d, x):
+    """What keeps the shape: windows, a filter or a table for each entry."""
+    if (axis := d.axis(x)) is None or not d.shape(x)[axis]:
+        return None
+    axis, rank = positive(d, x, axis), len(d.shape(x))
+    sizes = tuple(d.one_of([2, 3]) if a == axis else 1 for a in range(rank))
+    ones, f = (1,) * rank, d.one_of(["lax.add", "lax.max"])
+    start = "0.0" if f == "lax.add" else "-jnp.inf"
+    one = (
+        f"lambda v: jnp.convolve(v, jnp.array([0.5, 1.0, {d.integer(0, 2)}.0]), 'same')"
+    )
+    return d.one_of(
+        [
+            f"lax.reduce_window({x}, {start}, {f}, {sizes}, {ones}, 'SAME')",
+            f"jnp.apply_along_axis({one}, {axis}, {x})",
+            searched(d, x),
+        ]
+    )
+
+
+def searched(d, x):
+    """In a table, or each along the last axis by itself."""
+    if not d.shape(x):
+        return None
+    how = f"side={d.one_of(['left', 'right'])!r}, "
+    how += f"method={d.one_of(['scan', 'sort', 'compare_all', 'scan_unrolled'])!r}"
+    one = f"lambda a, v: jnp.searchsorted(jnp.sort(a), v, {how}) + 0.0"
+    table = "jnp.linspace(-1.0, 1.0, 5)"
+    return d.one_of(
+        [
+            f'jnp.vectorize({one}, signature="(n),(n)->(n)")({x}, {d.like(x)})',
+            f"jnp.searchsorted({table}, {x}, {how}) + 0.0",
+            f"jnp.interp({x}, {table}, jnp.arange(5.0))",
+            f"jnp.ldexp({x}, {d.integer(0, 3)})",
+        ]
+    )
 
 
 def multiplied(d, x):
@@ -330,7 +468,13 @@ def made(d, x):
 
 def drawn(d, x):
     dtype = d.one_of(["uint8", "uint32"])
-    return f"{x} + jax.random.bits(jax.random.key(1), {d.shape(x)}, jnp.{dtype}) % 4"
+    shape = d.shape(x)
+    if shape and d.chance():  # Each along the first axis has its own key.
+        impl = d.one_of(["threefry2x32", "rbg"])
+        one = f"lambda k: jax.random.bits(k, {shape[1:]}, jnp.{dtype})"
+        keys = f"jax.random.split(jax.random.key(1, impl='{impl}'), {shape[0]})"
+        return f"{x} + jax.vmap({one})({keys}) % 4"
+    return f"{x} + jax.random.bits(jax.random.key(1), {shape}, jnp.{dtype}) % 4"
 
 
 def factorized(d, x):
@@ -356,6 +500,48 @@ def factorized(d, x):
     if m >= n:
         f.append(f"lax.linalg.householder_product({x}, 0.1 * {x}[..., 0, :])")
     return d.one_of(f)
+
+
+def banded(d, x):
+    """Further operations on matrices."""
+    if len(d.shape(x)) < 2 or 0 in d.shape(x):
+        return None
+    m, side = d.shape(x)[-2], f"{x}[..., 0]"
+    square = f"jnp.matmul({x}, jnp.swapaxes({x}, -1, -2)) + 4 * jnp.eye({m})"
+    return d.one_of(
+        [
+            f"lax.linalg.lu_pivots_to_permutation(lax.linalg.lu({square})[1], "
+            f"{m + d.integer(0, 2)}) + 0.0",
+            f"lax.linalg.hessenberg({square})[{d.integer(0, 1)}]",
+            f"lax.linalg.tridiagonal({square}, lower={d.chance()})[{d.integer(1, 3)}]",
+            f"lax.linalg.symmetric_product({x}, {square}, alpha={d.integer(1, 2)}.0, "
+            f"beta={d.integer(0, 1)}.0)",
+            f"lax.linalg.tridiagonal_solve({side}, {x}[..., -1] + 9, {side}, {x})",
+        ]
+    )
+
+
+def solved(d, x):
+    """Functions that JAX makes of others; the right side may be the same for all."""
+    if len(d.shape(x)) < 2 or 0 in d.shape(x):
+        return None
+    m = d.shape(x)[-2]
+    square = f"(jnp.matmul({x}, jnp.swapaxes({x}, -1, -2)) + 4 * jnp.eye({m}))"
+    one = d.one_of(["b", f"jnp.ones(({m}, 2))", "2 * a", "b[:, 0]"])
+    function = f"lambda a, b: jnp.linalg.solve(a, {one})"
+    for _ in d.shape(x)[2:]:
+        function = f"jax.vmap({function})"
+    return d.one_of(
+        [
+            f"jnp.linalg.inv({square})",
+            f"jnp.linalg.solve({square}, {x})",
+            f"({function})({square}, {x})",
+            f"jax.scipy.linalg.expm(0.1 * {square})",
+            f"jnp.linalg.matrix_power({square}, -{d.integer(1, 2)})",
+            f"jnp.linalg.pinv({x})",
+            f"jnp.linalg.slogdet({square})[1]",
+        ]
+    )
 
 
 def fourier(d, x):
@@ -386,9 +572,12 @@ def bits(d, x):
 
 SHAPES = (reshape, transpose, broadcast, squeeze)
 KEEP = (elementwise, of_one_entry, cumulative, flip, sort, barrier, counted, constant)
-KEEP += (made, bits, written)
+KEEP += (made, bits, written, smoothed)
 PARTS = (cut, dynamic_cut, pad, joined, divided, flip, taken, written, top_k, transpose)
+PARTS += (tiled,)
 SUMS = (reduction, argmax, multiplied, cumulative, sort, of_one_entry, reshape)
-REST = (elementwise, drawn, fourier, bits, made, counted, constant, transpose)
-MATRICES = (factorized, transpose, factorized, multiplied)
-ALL = tuple(dict.fromkeys((*SHAPES, *KEEP, *PARTS, *SUMS, *REST, *MATRICES)))
+REST = (elementwise, drawn, fourier, bits, made, counted, constant, transpose, searched)
+MATRICES = (factorized, factorized, banded, banded, transpose, solved, multiplied)
+WINDOWS = (windowed, convolved, convolved_alone, transpose, reshape, convolved)
+ALL = (*SHAPES, *KEEP, *PARTS, *SUMS, *REST, *MATRICES, *WINDOWS)
+ALL = tuple(dict.fromkeys(ALL))

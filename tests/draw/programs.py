@@ -184,7 +184,8 @@ FAMILIES = {
     "parts": How(operations.PARTS, nested=False, length=3),
     "sums": How(operations.SUMS, nested=False, length=3),
     "rest": How(operations.REST, nested=False, length=3),
-    "matrices": How(operations.MATRICES, nested=False, length=2),
+    "matrices": How(operations.MATRICES, nested=False, length=3),
+    "windows": How(operations.WINDOWS, nested=False, length=2),
     "nested": How(operations.KEEP + operations.SHAPES, length=3),
     "all": How(operations.ALL),
 }
@@ -275,9 +276,8 @@ def by_slices(p, given, *, numbered):
     along = {i: kind for i, kind in enumerate(kinds) if kind}
     whole = slices.trace_whole(p.f, tuple(p.args.values()), along, few)
     # As by layers: nothing may add up slices.
-    policy = Policy(
-        "slice", "array", ["random_bits"], lambda *_: None, is_indexed=numbered
-    )
+    refused = [] if numbered else ["random_bits"]
+    policy = Policy("slice", "array", refused, lambda *_: None, is_indexed=numbered)
 
     @jax.jit
     def run(first, *few):

@@ -114,6 +114,7 @@ ONE_VALUE = {
     *("out_sharding", "sharding", "dtype", "preferred_element_type", "computation"),
     *("update_jaxpr", "update_consts", "num_carry", "num_consts", "linear", "ft_out"),
     *("_split_transpose", "bit_width", "index_dtype", "jaxpr", "k", "is_stable"),
+    *("aggregate_to_topk", "consts", "perturb_singular"),
 }
 
 
@@ -137,6 +138,7 @@ def test_each_operation_and_each_parameter_is_drawn(monkeypatch):
             for name, value in {"": "", **eqn.params}.items():
                 found[eqn.primitive.name][name].add(str(value))
     assert RULES.keys() - found.keys() <= NOT_DRAWN
+    assert versions.Op.LINEAR_SOLVE in found
     by_entries = versions.ELEMENTWISE | versions.SAME_VALUES
     assert found.keys() & RULES.keys() - runs - by_entries <= {"random_bits"}
     for name in RULES.keys() & found.keys() - versions.ELEMENTWISE:

@@ -177,6 +177,13 @@ ALONG = {
     "writes": jax.vmap(lambda x: x.at[jnp.argmin(x[:, 0])].multiply(2).at[:, 0].set(1)),
     "diagonal": jax.vmap(lambda x: x.at[jnp.arange(6), jnp.arange(6)].add(1)),
     "fft": lambda x: jnp.fft.irfft(jnp.fft.rfft(x)[..., :2], x.shape[-1]),
+    "solve": lambda x: jnp.linalg.solve(x @ x.mT + 4 * jnp.eye(x.shape[1]), x),
+    "own keys": lambda x: (
+        x
+        * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(
+            jax.random.split(jax.random.key(0), len(x))
+        )
+    ),
     "a part": lambda x: jax.lax.dynamic_update_slice_in_dim(
         x, 2 * jax.lax.dynamic_slice_in_dim(x, jnp.argmax(jnp.arange(2)), 2, 1), 0, 1
     ),
@@ -187,6 +194,23 @@ ALONG = {
 def test_entries_of_each_layer(layers):
     """Also of as many layers as a matrix has rows. One program has them all."""
     check(model(layers), all_of(ALONG), steps=2, rtol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [jax.jacrev, jax.jacfwd])
+def test_derivatives_of_functions_that_have_their_own(way):
+    """Factors in a solve have none by the matrix."""
+    line, solve = jnp.linspace(-1, 1, 5), ALONG["solve"]
+    tx = of_matrices(lambda x: solve(x) + jnp.interp(x, line, jnp.sin(line)))
+
+    def after(x, layers):
+        p = start()
+        step = gx.minimize(loss_fn, tx, layers=layers, donate=False)
+        return jax.tree.map(jnp.sum, step(p, tx.init(p), x)[0]["blocks"])
+
+    jacobian = jax.jit(way(after), static_argnums=1)
+    got, wanted = jacobian(X, ("blocks",)), jacobian(X, ())
+    chex.assert_trees_all_close(got, wanted, rtol=1e-3, atol=1e-5)
 
 
 # What mixes layers.
@@ -222,6 +246,21 @@ MIXED = {
     "slice": lambda x: x * x[:1],
     "fft": lambda x: jnp.abs(jnp.fft.fft(x, axis=0)),
     "fft of all axes": lambda x: jnp.abs(jnp.fft.fftn(x)),
+    "conv_general_dilated": lambda x: jax.lax.conv(
+        x[None], jnp.ones((len(x), len(x), 1, 1)), (1, 1), "SAME"
+    )[0],
+    "reduce_window_max": lambda x: jax.lax.reduce_window(
+        x, -jnp.inf, jax.lax.max, (2, 1, 1), (1, 1, 1), "SAME"
+    ),
+    "random_bits": lambda x: x * jax.random.normal(jax.random.key(0), x.shape),
+    # One key of them draws for all.
+    "random_bits of XLA": lambda x: (
+        x
+        * jax.vmap(lambda key: jax.random.normal(key, x.shape[1:]))(
+            jax.random.split(jax.random.key(0, impl="rbg"), len(x))
+        )
+    ),
+    "device_put": lambda x: jax.device_put(x, jax.devices()[0]),
 }
 
 
