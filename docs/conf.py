@@ -72,7 +72,7 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 72
 autodoc_member_order = "bysource"
-nitpick_ignore = [("py:class", "P")]  # The arguments of a function: Sphinx knows no type.
+nitpick_ignore = [("py:class", "P")]  # Arguments of a function: they have no page.
 napoleon_custom_sections = [
     ("Attributes", "params_style"),
     ("Extra arguments of update", "params_style"),

@@ -102,7 +102,7 @@ def advance(
         inputs = [x.val if isinstance(x, Literal) else env[x] for x in eqn.invars]
         results = rule and rule(eqn.primitive.name, inputs, eqn)
         if results is None:
-            results = versions.evaluate(eqn, inputs)
+            results = versions.bind(eqn, inputs)
         env.update(zip(eqn.outvars, results, strict=True))
 
 
@@ -156,6 +156,11 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
         return f(eqn.replace(params=params))
 
     return mapped(closed)
+
+
+def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations that its results need, and those with an effect."""
+    return needed(jaxpr.eqns, jaxpr.outvars)
 
 
 def needed(
@@ -222,7 +227,7 @@ class LeafVariable:
 def evaluated(eqns: Iterable[JaxprEqn], x: jax.Array) -> jax.Array:
     """The result of equations of one operand, one after another."""
     for eqn in eqns:
-        (x,) = versions.evaluate(eqn, [x])
+        (x,) = versions.bind(eqn, [x])
     return x
 
 

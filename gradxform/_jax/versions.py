@@ -277,9 +277,7 @@ def opened(eqn: jax.extend.core.JaxprEqn) -> jax.extend.core.ClosedJaxpr:
         return jax.make_jaxpr(f)(*types)
 
 
-def evaluate(
-    eqn: jax.extend.core.JaxprEqn, inputs: Sequence[jax.Array]
-) -> list[jax.Array]:
+def bind(eqn: jax.extend.core.JaxprEqn, inputs: Sequence[jax.Array]) -> list[jax.Array]:
     """Evaluates one equation of a jaxpr, with its names and settings from the trace.
 
     ``jax.core.eval_jaxpr`` does the same, but takes only whole jaxprs.

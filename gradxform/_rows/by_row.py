@@ -52,7 +52,7 @@ class Rows:
         self, eqn: JaxprEqn, kinds: list[Kind | None], inputs: list[Any]
     ) -> list[jax.Array]:
         pairs = zip(kinds, inputs, strict=True)
-        return versions.evaluate(
+        return versions.bind(
             eqn, [x if k is None else self._filled(eqn, k, x) for k, x in pairs]
         )
 
@@ -61,9 +61,7 @@ class Rows:
         (axis, entries), g = kind.along, self.tables[kind.source.path]
         nothing = jnp.zeros((), x.dtype)
         if "axes" in eqn.params:  # A reduction of nothing has it as its result.
-            (nothing,) = versions.evaluate(
-                eqn, [jax.lax.slice_in_dim(x, 0, 0, axis=axis)]
-            )
+            (nothing,) = versions.bind(eqn, [jax.lax.slice_in_dim(x, 0, 0, axis=axis)])
             nothing = jnp.expand_dims(nothing, eqn.params["axes"])
         inside = jnp.repeat(
             g.indices < g.shape[0],

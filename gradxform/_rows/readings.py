@@ -152,7 +152,7 @@ class _Reader(NamedTuple):
         if name in versions.SAME_VALUES:
             array = table.array
             if not isinstance(array, TableRows):
-                (array,) = versions.evaluate(eqn, [array])
+                (array,) = versions.bind(eqn, [array])
             elif name == Op.RESHARD:
                 # Wherever the table goes, its rows are whole on each device.
                 there = NamedSharding(_type(eqn.outvars[0]).sharding.mesh, P())
@@ -203,7 +203,7 @@ class _Reader(NamedTuple):
         else:
             if fills and table.equations:
                 eqn = eqn.replace(params=eqn.params | {"fill_value": 0})
-            (rows,) = versions.evaluate(eqn, [part, *inputs[1:]])
+            (rows,) = versions.bind(eqn, [part, *inputs[1:]])
             fills = fills and bool(table.equations)
         if not table.is_stopped:
             self.ids[table.index].append(ids)

@@ -280,12 +280,12 @@ class Evaluator:
             return self._of_slices(name, inputs, eqn)
         if _is_deferred(name, inputs, eqn):
             return [Deferred(name, eqn, inputs)]
-        return versions.evaluate(eqn, list(map(self._materialized, inputs)))
+        return versions.bind(eqn, list(map(self._materialized, inputs)))
 
     def _of_slices(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         """The results of an equation that reads slices."""
         if name in versions.DEBUG and versions.jit_is_disabled():
-            return versions.evaluate(eqn, list(map(self._materialized, inputs)))
+            return versions.bind(eqn, list(map(self._materialized, inputs)))
         found = {
             self._after(name, eqn, k, x.kind)
             for k, x in enumerate(inputs)
@@ -294,17 +294,17 @@ class Evaluator:
         kind, *more = found
         if more or kind is None:
             if all(x.kind.source.is_complete for x in inputs if isinstance(x, Slices)):
-                return versions.evaluate(eqn, list(map(self._materialized, inputs)))
+                return versions.bind(eqn, list(map(self._materialized, inputs)))
             self._mixes(eqn)
         kinds, operands = self._operands(name, inputs, eqn, kind)
         if kind.along.axis < 0:
             if self.notes is not None:
-                (part,) = versions.evaluate(eqn, operands)
+                (part,) = versions.bind(eqn, operands)
                 self.notes.parts[self._place(eqn)] = eqn, part
             results = self.policy.add_up(eqn, kinds, operands)
             return self._mixes(eqn) if results is None else results
         eqn = resized(name, eqn, kind.along, kind.source.present)
-        return [Slices(x, kind) for x in versions.evaluate(eqn, operands)]
+        return [Slices(x, kind) for x in versions.bind(eqn, operands)]
 
     def _after(self, name: str, eqn: JaxprEqn, operand: int, kind: Kind) -> Kind | None:
         """The slices of a result, from those of an operand."""
@@ -384,7 +384,7 @@ class Evaluator:
         if not (is_read or is_counted) or name in self.policy.refused:
             self._mixes(eqn)
         eqn = resized(name, eqn, along, kind.source.present)
-        (array,) = versions.evaluate(eqn, operands)
+        (array,) = versions.bind(eqn, operands)
         if is_counted:
             start = self.first[kind.source] * along.entries
             array = array + start.astype(array.dtype)
@@ -396,7 +396,7 @@ class Evaluator:
         if not isinstance(x, Deferred):
             return x.array if isinstance(x, (Constant, Slices)) else x
         if (x, None) not in self.made:
-            (array,) = versions.evaluate(x.eqn, list(map(self._materialized, x.inputs)))
+            (array,) = versions.bind(x.eqn, list(map(self._materialized, x.inputs)))
             self.made[x, None] = array
         return self.made[x, None]
 
@@ -556,7 +556,7 @@ class Evaluator:
     def _barrier(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Each result is one of the inputs."""
         flat = _flat(inputs)
-        new = versions.evaluate(eqn, list(flat.values())) if flat else []
+        new = versions.bind(eqn, list(flat.values())) if flat else []
         by_position = dict(zip(flat, new, strict=True))
         return _filled(inputs, by_position)
 
@@ -668,7 +668,7 @@ class Evaluator:
         if _missing(inputs):  # It has no derivative either.
             return run(inputs)
         if not any(isinstance(x, Slices) for x in inputs):
-            return versions.evaluate(eqn, list(map(self._materialized, inputs)))
+            return versions.bind(eqn, list(map(self._materialized, inputs)))
         if self.notes is not None:  # As in a conditional.
             run(inputs)
         operands = [self._beside(x, k, eqn, inputs) for k, x in enumerate(inputs)]
@@ -843,7 +843,7 @@ def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
 
     def jvp(*args: jax.Array) -> list[jax.Array]:
         values, tangents = jax.jvp(
-            lambda *x: versions.evaluate(eqn, x), args[:num_inputs], args[num_inputs:]
+            lambda *x: versions.bind(eqn, x), args[:num_inputs], args[num_inputs:]
         )
         return [*values, *(t for t in tangents if _is_real(t))]
 

@@ -240,7 +240,7 @@ def _policy(*, is_second_pass: bool = False) -> Policy:
     ) -> list[jax.Array] | None:
         """One layer is its sum; of more of them there is none."""
         if all(kind.source.is_complete for kind in kinds if kind):
-            return versions.evaluate(eqn, inputs)
+            return versions.bind(eqn, inputs)
         if is_second_pass:  # The first pass lacked what it adds up.
             raise MixedSlicesError(
                 f"its update needs a third pass, as {jaxprs.place(eqn)} depends on "
@@ -255,7 +255,7 @@ def _total(eqn: JaxprEqn, parts: jax.Array) -> list[jax.Array]:
     """The results of a reduction, from parts of all layers along a first axis."""
     if "axes" not in eqn.params:  # A product.
         return [parts.sum(0)]
-    return versions.evaluate(eqn.replace(params=eqn.params | {"axes": (0,)}), [parts])
+    return versions.bind(eqn.replace(params=eqn.params | {"axes": (0,)}), [parts])
 
 
 def _on_mesh(x: jax.Array, new: Any) -> jax.Array:

@@ -37,8 +37,8 @@ from gradxform._training.placements import Names
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-# The numbers of equations.
-Numbers: TypeAlias = frozenset[int]
+# The indices of equations.
+Indices: TypeAlias = frozenset[int]
 
 # Each device may read fewer entries as a whole, and compute with them.
 _FEW = 64
@@ -124,27 +124,27 @@ def is_of_matrices(eqn: JaxprEqn) -> bool:
 
 def has_matrices(jaxpr: Jaxpr) -> bool:
     """Whether there are operations that need whole matrices."""
-    return any(map(is_of_matrices, jaxpr.eqns))
+    return any(map(is_of_matrices, jaxprs.equations(jaxpr)))
 
 
 class _Parts:
-    """Operations on matrices that belong together, by their numbers."""
+    """Operations on matrices that belong together, by their indices."""
 
     def __init__(self) -> None:
         self.of: dict[int, int] = {}  # One of a part stands for all of it.
 
-    def part(self, number: int) -> int:
+    def part(self, index: int) -> int:
         """The one that stands for the part of an operation."""
-        while self.of[number] != number:
-            number = self.of[number]
-        return number
+        while self.of[index] != index:
+            index = self.of[index]
+        return index
 
-    def joined(self, number: int, others: Numbers) -> Numbers:
+    def joined(self, index: int, others: Indices) -> Indices:
         """Joins the parts of others to a new operation, which now stands for them."""
-        self.of[number] = number
+        self.of[index] = index
         for other in others:
-            self.of[self.part(other)] = number
-        return frozenset([number])
+            self.of[self.part(other)] = index
+        return frozenset([index])
 
 
 class TracedUpdate:
@@ -152,49 +152,50 @@ class TracedUpdate:
 
     Attributes:
       jaxpr: it.
-      made_by: the number of the equation that makes each variable.
-      read_by: the numbers of equations that read each variable; -1 for results.
-      parts: the equations of each core, by their numbers.
+      equations: those that its results need.
+      made_by: the index of the equation that makes each variable.
+      read_by: the indices of equations that read each variable; -1 for results.
+      parts: the equations of each core, by their indices.
       free: variables that depend on no large array, such as a count of steps or
         coefficients. Each core computes those that it needs.
     """
 
     def __init__(self, jaxpr: Jaxpr) -> None:
         """Finds the equations between operations on matrices."""
-        self.jaxpr = jaxpr
+        self.jaxpr, self.equations = jaxpr, jaxprs.equations(jaxpr)
         self.made_by: dict[Var, int] = {}
         self.read_by: dict[Var, list[int]] = {}
-        for number, eqn in enumerate(jaxpr.eqns):
-            self.made_by.update(dict.fromkeys(eqn.outvars, number))
+        for index, eqn in enumerate(self.equations):
+            self.made_by.update(dict.fromkeys(eqn.outvars, index))
             for x in filter(jaxprs.is_variable, eqn.invars):
-                self.read_by.setdefault(x, []).append(number)
+                self.read_by.setdefault(x, []).append(index)
         for x in filter(jaxprs.is_variable, jaxpr.outvars):
             self.read_by.setdefault(x, []).append(-1)
         self.parts = list(self._parts())
         self.free = self._free()
 
-    def _parts(self) -> Iterator[Numbers]:
+    def _parts(self) -> Iterator[Indices]:
         """For each core the equations between its operations on matrices."""
         parts = _Parts()
         # The operations on matrices that make a variable, and those that need it.
-        before: dict[Var, Numbers] = {}
-        after: dict[Var, Numbers] = {}
-        for number, eqn in enumerate(self.jaxpr.eqns):
+        before: dict[Var, Indices] = {}
+        after: dict[Var, Indices] = {}
+        for index, eqn in enumerate(self.equations):
             found = _union(before, jaxprs.among(eqn.invars, before).values())
             if is_of_matrices(eqn):
-                found = parts.joined(number, found)
+                found = parts.joined(index, found)
             before.update(dict.fromkeys(eqn.outvars if found else (), found))
         members: dict[int, set[int]] = {}
-        for number, eqn in reversed([*enumerate(self.jaxpr.eqns)]):
+        for index, eqn in reversed([*enumerate(self.equations)]):
             later = _union(after, jaxprs.among(eqn.outvars, after).values())
-            if number in parts.of:
-                later = frozenset([number])
-                members.setdefault(parts.part(number), set()).add(number)
+            if index in parts.of:
+                later = frozenset([index])
+                members.setdefault(parts.part(index), set()).add(index)
             elif later:
                 made = jaxprs.among(eqn.outvars, before).values()
                 earlier = set(map(parts.part, _union(before, made)))
                 for part in earlier.intersection(map(parts.part, later)):
-                    members.setdefault(part, set()).add(number)
+                    members.setdefault(part, set()).add(index)
             for x in filter(jaxprs.is_variable, eqn.invars if later else ()):
                 known = after.get(x, later)
                 after[x] = known if known is later else known | later
@@ -207,7 +208,7 @@ class TracedUpdate:
     def made_of(self, given: Iterable[Var]) -> set[Var]:
         """Some variables, and those that are made of such alone."""
         found = set(given)
-        for eqn in self.jaxpr.eqns:
+        for eqn in self.equations:
             read = filter(jaxprs.is_variable, eqn.invars)
             if found.issuperset(read) and not eqn.effects:
                 found.update(eqn.outvars)
@@ -216,7 +217,7 @@ class TracedUpdate:
     def descendants(self, given: Iterable[Var]) -> set[Var]:
         """Some variables, and those that are made of one of them."""
         found = set(given)
-        for eqn in self.jaxpr.eqns:
+        for eqn in self.equations:
             if jaxprs.among(eqn.invars, found):
                 found.update(eqn.outvars)
         return found
@@ -229,7 +230,7 @@ class TracedUpdate:
         They give the results, and what is read in between.
         """
         given = set(given)
-        others = [x for x in self.jaxpr.eqns if given.isdisjoint(x.outvars)]
+        others = [x for x in self.equations if given.isdisjoint(x.outvars)]
         eqns = jaxprs.needed(others, [*self.jaxpr.outvars, *reads])
         later = self.descendants(given)
         before = [eqn for eqn in eqns if later.isdisjoint(eqn.outvars)]
@@ -249,14 +250,14 @@ class TracedUpdate:
           sizes: those of the mesh axes.
         """
         known, made = dict(names), {core.makes: core.reads[0] for core in found}
-        for eqn in self.jaxpr.eqns:
+        for eqn in self.equations:
             known.update(_names_after(eqn, known, sizes))
             for x in eqn.outvars:
                 if x in made and made[x] in known:
                     known[x] = known[made[x]]
         return known
 
-    def core(self, part: Numbers) -> MatrixCore:
+    def core(self, part: Indices) -> MatrixCore:
         """The core with these equations.
 
         Raises:
@@ -265,11 +266,11 @@ class TracedUpdate:
         """
         grown = part
         while len(results := self._results(grown)) > 1:
-            number = self._joining(grown, results)
-            if number is None:
+            index = self._joining(grown, results)
+            if index is None:
                 self._refuse(part, f"makes {len(results)} arrays that others read")
-            grown |= {number}
-        if any(self.jaxpr.eqns[number].effects for number in grown):
+            grown |= {index}
+        if any(self.equations[index].effects for index in grown):
             self._refuse(part, "has effects")
         for others, makes in self._forward(grown, results[0]):
             found = self._ending(others, makes)
@@ -278,7 +279,7 @@ class TracedUpdate:
         shapes = ", ".join(map(_described, self._reads(part)))
         self._refuse(part, f"makes {_described(results[0])} of {shapes or 'none'}")
 
-    def _ending(self, part: Numbers, makes: Var) -> MatrixCore | None:
+    def _ending(self, part: Indices, makes: Var) -> MatrixCore | None:
         """The core that ends with this result: where it reads least, of most matrices.
 
         Of equal ones it is the largest.
@@ -294,8 +295,8 @@ class TracedUpdate:
         most = max((length for length, _ in best), default=0)
         return next((x for length, x in reversed(best) if length == most), None)
 
-    def _refuse(self, part: Numbers, why: str) -> NoReturn:
-        eqn = self.jaxpr.eqns[min(part)]
+    def _refuse(self, part: Indices, why: str) -> NoReturn:
+        eqn = self.equations[min(part)]
         hint = "Keep it outside of whole_matrices"
         if jaxprs.name_of(eqn) == Op.COND:
             hint = "Put gates, and all that decides, around whole_matrices"
@@ -308,35 +309,35 @@ class TracedUpdate:
 
     def _reads(self, part: Collection[int]) -> dict[Var, None]:
         """The variables that these equations read and do not make, but for numbers."""
-        eqns = [self.jaxpr.eqns[number] for number in sorted(part)]
+        eqns = [self.equations[index] for index in sorted(part)]
         read = [x for x in jaxprs.variables_read(eqns) if x not in self.free]
         return {x: None for x in read if self.made_by.get(x) not in part}
 
-    def _results(self, part: Numbers) -> list[Var]:
+    def _results(self, part: Indices) -> list[Var]:
         """The variables that these equations make and others read."""
-        made = (x for n in sorted(part) for x in self.jaxpr.eqns[n].outvars)
+        made = (x for n in sorted(part) for x in self.equations[n].outvars)
         return [x for x in made if not part.issuperset(self.read_by.get(x, ()))]
 
-    def _joining(self, part: Numbers, results: Sequence[Var]) -> int | None:
+    def _joining(self, part: Indices, results: Sequence[Var]) -> int | None:
         """The next equation that reads results, and nothing that is not there."""
         there = self.free.union(results, self._reads(part))
         size = max(math.prod(shape_of(x)) for x in results)
-        for number in sorted({n for x in results for n in self.read_by[x]} - part):
-            eqn = self.jaxpr.eqns[number]
+        for index in sorted({n for x in results for n in self.read_by[x]} - part):
+            eqn = self.equations[index]
             read = set(filter(jaxprs.is_variable, eqn.invars))
             sizes = {math.prod(shape_of(x)) for x in eqn.outvars}
-            if number >= 0 and read <= there and sizes <= {size} and not eqn.effects:
-                return number
+            if index >= 0 and read <= there and sizes <= {size} and not eqn.effects:
+                return index
         return None
 
-    def _forward(self, part: Numbers, x: Var) -> list[tuple[Numbers, Var]]:
+    def _forward(self, part: Indices, x: Var) -> list[tuple[Indices, Var]]:
         """With operations after the result that keep its size, and read nothing else.
 
         First where the result has the fewest bytes, as late as possible.
         """
         grown, found = part, [(part, x)]
         while len(readers := self.read_by.get(x, [])) == 1 and readers[0] >= 0:
-            eqn = self.jaxpr.eqns[readers[0]]
+            eqn = self.equations[readers[0]]
             operands = [*filter(jaxprs.is_variable, eqn.invars)]
             is_alone = len(operands) == len(eqn.outvars) == 1 and not eqn.effects
             if not is_alone or jaxprs.name_of(eqn) not in rules.RULES:
@@ -348,7 +349,7 @@ class TracedUpdate:
             found = [(grown, x), *found]
         return sorted(found, key=lambda end: _nbytes(end[1]))
 
-    def _backward(self, part: Numbers) -> Iterator[tuple[Var, Numbers]]:
+    def _backward(self, part: Indices) -> Iterator[tuple[Var, Indices]]:
         """One array that gives the result, with equations; then ones before it."""
         grown, reads = set(part), self._reads(part)
         total = least = sum(map(_nbytes, reads))
@@ -356,29 +357,29 @@ class TracedUpdate:
             if len(reads) == 1 and total <= least:
                 least = total
                 yield next(iter(reads)), frozenset(grown)
-            number = max(self.made_by.get(x, -1) for x in reads)
-            if number < 0 or self.jaxpr.eqns[number].effects:
+            index = max(self.made_by.get(x, -1) for x in reads)
+            if index < 0 or self.equations[index].effects:
                 return
-            grown.add(number)
-            reads = {x: None for x in reads if self.made_by.get(x) != number}
-            read = filter(jaxprs.is_variable, self.jaxpr.eqns[number].invars)
+            grown.add(index)
+            reads = {x: None for x in reads if self.made_by.get(x) != index}
+            read = filter(jaxprs.is_variable, self.equations[index].invars)
             others = (x for x in read if self.made_by.get(x) not in grown)
             reads.update((x, None) for x in others if x not in self.free)
             total = sum(map(_nbytes, reads))
 
-    def _between(self, x: Var, makes: Var, part: Numbers) -> MatrixCore:
+    def _between(self, x: Var, makes: Var, part: Indices) -> MatrixCore:
         """The core from an array to a result.
 
         It computes the numbers that it needs from arguments. So the programs of cores
         that do the same are the same.
         """
-        eqns, chosen = self.jaxpr.eqns, set(part)
+        eqns, chosen = self.equations, set(part)
         waiting = [*jaxprs.variables_read(eqns[n] for n in chosen)]
         while waiting:
-            number = self.made_by.get(y := waiting.pop(), -1)
-            if y in self.free and number not in {-1, *chosen}:
-                chosen.add(number)
-                waiting += filter(jaxprs.is_variable, eqns[number].invars)
+            index = self.made_by.get(y := waiting.pop(), -1)
+            if y in self.free and index not in {-1, *chosen}:
+                chosen.add(index)
+                waiting += filter(jaxprs.is_variable, eqns[index].invars)
         of_core = jaxprs.needed([eqns[n] for n in sorted(chosen)], [makes])
         made = {x}.union(*(eqn.outvars for eqn in of_core))
         reads = [x, *(y for y in jaxprs.variables_read(of_core) if y not in made)]
@@ -489,9 +490,9 @@ def _names_after(
         for axis, cutting in enumerate(names[x]):
             if not cutting:
                 continue
-            number = math.prod(sizes[name] for name in cutting)
-            along = Along(axis, shape_of(x)[axis] // number)
-            after = rules.after(jaxprs.name_of(eqn), eqn, k, along, number)
+            length = math.prod(sizes[name] for name in cutting)
+            along = Along(axis, shape_of(x)[axis] // length)
+            after = rules.after(jaxprs.name_of(eqn), eqn, k, along, length)
             if after is None or after.axis < 0:
                 continue
             for cuts in found.values():
@@ -501,9 +502,9 @@ def _names_after(
     return {x: tuple(y) for x, y in found.items() if any(y)}
 
 
-def _union(known: Mapping[Var, Numbers], variables: Collection[Var]) -> Numbers:
+def _union(known: Mapping[Var, Indices], variables: Collection[Var]) -> Indices:
     """The union of some sets; of equal ones it is one of them."""
-    found: Numbers = frozenset()
+    found: Indices = frozenset()
     for x in variables:
         if known[x] is not found:
             found = found | known[x] if found else known[x]

@@ -54,7 +54,7 @@ class Shares(NamedTuple):
     copying: tuple[str, ...]
     sizes: dict[str, int]
 
-    def number(self, names: Sequence[str]) -> int:
+    def devices(self, names: Sequence[str]) -> int:
         """The number of devices along these mesh axes."""
         return math.prod(self.sizes[name] for name in names)
 
@@ -71,14 +71,14 @@ class Shares(NamedTuple):
     def gathered(self, x: jax.Array) -> jax.Array:
         """Whole matrices, from the parts of as many that this device has."""
         if self.copying:
-            copies = self.number(self.copying)
+            copies = self.devices(self.copying)
             index = jax.lax.axis_index(self.copying)
             parts = x.reshape(copies, -1, *x.shape[1:])
             x = jax.lax.dynamic_index_in_dim(parts, index, keepdims=False)
         if not self.names:
             return x
         x = jax.lax.all_to_all(x, self.names, 0, 0, tiled=True)
-        factors = list(map(self.number, self.cutting))
+        factors = list(map(self.devices, self.cutting))
         x = x.reshape(*factors, -1, *x.shape[1:])
         count, order = len(factors), [len(factors)]
         for axis in range(count):
@@ -89,7 +89,7 @@ class Shares(NamedTuple):
 
     def given_back(self, x: jax.Array) -> jax.Array:
         """Parts of all matrices, from the whole ones that this device has."""
-        factors = list(map(self.number, self.cutting))
+        factors = list(map(self.devices, self.cutting))
         pairs = zip(factors, x.shape[1:], strict=True)
         split = [n for factor, size in pairs for n in (factor, size // factor)]
         x = x.reshape(len(x), *split)
@@ -97,7 +97,7 @@ class Shares(NamedTuple):
         first = range(1, 2 * count, 2)
         x = x.transpose(*first, 0, *(axis + 1 for axis in first))
         x = x.reshape(math.prod(factors), *x.shape[count:])
-        copies = self.number(self.copying)
+        copies = self.devices(self.copying)
         x = jnp.broadcast_to(x, (copies, *x.shape))
         x = x.reshape(-1, *x.shape[3:])
         return jax.lax.all_to_all(x, self.all, 0, 0, tiled=True) if self.all else x
@@ -129,7 +129,7 @@ def on_whole(
         ]
         x = jnp.concatenate(flat)
         shares = _shares(cuts[0], len(x), sizes)
-        whole = shares.gathered(_padded(x, shares.number(shares.all)))
+        whole = shares.gathered(_padded(x, shares.devices(shares.all)))
         parts = shares.given_back(f(whole, *constants))
         results, start = [], 0
         for x, y, cut in zip(batches, flat, cuts, strict=True):
@@ -149,9 +149,9 @@ def on_whole(
     )
 
 
-def _padded(x: jax.Array, number: int) -> jax.Array:
+def _padded(x: jax.Array, count: int) -> jax.Array:
     """With copies of the first matrix, so that each device gets as many."""
-    missing = -len(x) % number
+    missing = -len(x) % count
     return jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
 
 
@@ -163,9 +163,10 @@ def _shares(cut: Cut, count: int, sizes: dict[str, int]) -> Shares:
     cutting = tuple(tuple(n for n in x if sizes[n] > 1) for x in cut.of_matrix)
     shares = Shares(cutting, (), sizes)
     used = {*shares.names, *cut.of_batch}
-    number = shares.number(shares.names)
+    devices = shares.devices(shares.names)
     for name, size in sizes.items():
-        if name not in used and -(-count // (number * size)) < -(-count // number):
+        # Matrices of a device, with this axis and without it.
+        if name not in used and -(-count // (devices * size)) < -(-count // devices):
             shares = shares._replace(copying=(*shares.copying, name))
-            number *= size
+            devices *= size
     return shares

@@ -71,7 +71,7 @@ class Forward:
             return [Stack(x.variable.then(eqn), x.array)]
         if name in _CALLS:
             return _CALLS[name](self, eqn, inputs)
-        return versions.evaluate(eqn, list(map(_array, inputs)))
+        return versions.bind(eqn, list(map(_array, inputs)))
 
     def _jit(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
         inside = eqn.params["jaxpr"]
@@ -121,7 +121,7 @@ class Forward:
 
     def _cond(self, eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
         if eqn.params.get("branches_platforms"):
-            return versions.evaluate(eqn, list(map(_array, inputs)))
+            return versions.bind(eqn, list(map(_array, inputs)))
         index, *operands = inputs
 
         def branch(program: ClosedJaxpr) -> list[jax.Array]:

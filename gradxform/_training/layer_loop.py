@@ -35,7 +35,7 @@ def over_layers(
     """
     num_consts, num_carry = scan.lengths
     start = num_consts + num_carry  # Of the inputs that the scan goes over.
-    load = functools.partial(read_layer, scan)
+    load = functools.partial(read_layers, scan)
 
     def layer(carried: Any, x: Any) -> tuple[Any, Any]:
         (carry, stacks, ahead), (i, following, scanned) = carried, x
@@ -64,7 +64,7 @@ def over_layers(
     return [*last, *ys], stacks, carries
 
 
-def read_layer(scan: Scan, stacks: ByIndex, i: jax.Array) -> ByIndex:
+def read_layers(scan: Scan, stacks: ByIndex, i: jax.Array) -> ByIndex:
     """Layer ``i`` of these stacks."""
     stacked = scan.stacked
     return {n: stacked[n].read(x, i) for n, x in stacks.items()}

@@ -87,7 +87,7 @@ class ScanPass:
             return wholes, {}
         eqn, (num_consts, num_carry) = self.scan.eqn, self.scan.lengths
         start = num_consts + num_carry  # Of the inputs that the scan goes over.
-        read = functools.partial(layer_loop.read_layer, self.scan)
+        read = functools.partial(layer_loop.read_layers, self.scan)
 
         def layer(carried: Any, x: Any) -> tuple[Any, Any]:
             wholes, ahead, stacks, sums, of_carry = carried

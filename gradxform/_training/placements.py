@@ -33,7 +33,7 @@ class Placements(NamedTuple):
 
     Attributes:
       mesh: on which devices; None if nothing says it.
-      names: what cuts a leaf, by its number.
+      names: what cuts a leaf, by its index.
       types: the shardings of leaves whose types say them.
       is_one_device: whether all leaves lie on one device, and no type says on which.
     """

@@ -189,7 +189,7 @@ def find_scans(
     """
     closed = _opened(closed, [k for k, n in enumerate(indices) if n in paths])
     jaxpr = closed.jaxpr
-    eqns = jaxprs.needed(jaxpr.eqns, jaxpr.outvars)
+    eqns = jaxprs.equations(jaxpr)
     leaves = dict(zip(indices, jaxpr.invars, strict=True))
     stacks = {leaves[n]: StackVariable(n, path) for n, path in paths.items()}
     differentiated = jaxprs.differentiated(jaxpr.outvars[0], eqns)
@@ -358,7 +358,7 @@ def _opened(closed: ClosedJaxpr, stacks: Collection[int]) -> ClosedJaxpr:
             return None
         return _outside(eqn, jaxprs.among(eqn.invars, of_stacks), inputs)
 
-    if not any(map(is_opened, closed.jaxpr.eqns)):
+    if not any(map(is_opened, jaxprs.equations(closed.jaxpr))):
         return closed
     flat = jax.make_jaxpr(
         lambda *x: jaxprs.run(closed.jaxpr, [*closed.consts, *x], rule)
@@ -376,7 +376,9 @@ def _outside(
     env = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     env |= zip(jaxpr.invars, inputs, strict=True)
     # What is made of stacks alone comes first, so it divides nothing.
-    eqns = sorted(jaxpr.eqns, key=lambda eqn: of_stacks.isdisjoint(eqn.outvars))
+    eqns = sorted(
+        jaxprs.equations(jaxpr), key=lambda eqn: of_stacks.isdisjoint(eqn.outvars)
+    )
     for part in jaxprs.divided(
         eqns,
         jaxpr.outvars,

@@ -146,10 +146,10 @@ class CutStep:
 
     Attributes:
       leaves: the leaves of its arguments.
-      given: the numbers of those that are arrays; others are constants.
+      given: the indices of those that are arrays; others are constants.
       closed: the update, as a function of these arrays.
       structure: that of the results.
-      replaces: for each result the number of the leaf that it replaces, or -1.
+      replaces: for each result the index of the leaf that it replaces, or -1.
     """
 
     leaves: Sequence[Any]
