@@ -119,7 +119,7 @@ def _beside(
     ``axes`` is the parameter with these axes.
     """
     del length
-    own = eqn.params[axes]
+    own = eqn.params.get(axes, -1)  # JAX 0.7 has `top_k` of the last axis alone.
     before, after = shape_of(eqn.invars[operand]), shape_of(eqn.outvars[0])
     own = own if isinstance(own, tuple) else (own % len(before),)
     kept = _without(own, along)
