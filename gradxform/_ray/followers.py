@@ -115,11 +115,11 @@ class Follower:
     """One of the processes, and the calls and commands that it handles.
 
     Args:
-      number: of this process, from 1.
+      index: of this process, from 1.
     """
 
-    def __init__(self, number: int) -> None:
-        self._number = number
+    def __init__(self, index: int) -> None:
+        self._index = index
         self._prepared: dict[int, Prepared] = {}
         self._snapshots: dict[int, Snapshot | None] = {}
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -132,7 +132,7 @@ class Follower:
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Becomes one of the processes; see :meth:`Leader.join`."""
-        self.process = joined(coordinator, self._number, given, layout)
+        self.process = joined(coordinator, self._index, given, layout)
         if checkpoint is not None:
             self._store = Store(checkpoint, together=True)
 

@@ -133,17 +133,17 @@ def part_of(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def joined(coordinator: str, number: int, given: list[Any], layout: Layout) -> Process:
+def joined(coordinator: str, index: int, given: list[Any], layout: Layout) -> Process:
     """Makes this process one of several, with its part of the parameters.
 
     Args:
       coordinator: the address of JAX's coordinator.
-      number: of this process.
+      index: of this process.
       given: a reference to the job, with this process's part of the parameters.
       layout: of the parameters.
     """
     # JAX has to know the processes before it makes the first array.
-    mesh = enter(coordinator, number, layout.processes)
+    mesh = enter(coordinator, index, layout.processes)
     (job,) = sys.modules["ray"].get(given)
     return Process(job, layout, mesh)
 

@@ -20,7 +20,7 @@ from gradxform._server.records import GlobalStep
 from gradxform._server.transport import Transport
 from gradxform._trees.types import PyTree
 
-# The rows of each leaf, by its number; None for the whole.
+# The rows of each leaf, by its index; None for the whole.
 Wanted: TypeAlias = Mapping[int, Ids | None]
 # The tables that a request leaves out of the whole leaves, and the form of these.
 Key: TypeAlias = tuple[frozenset[int], Form]
@@ -34,7 +34,7 @@ class Response:
     """Arrays on their way to a worker. They arrive as their tree.
 
     Args:
-      tree: the tree, of the numbers of its leaves.
+      tree: the tree, of the indices of its leaves.
       sent: the leaves.
     """
 
@@ -90,8 +90,8 @@ class RayTransport(Transport):
             version = self.core.version
             if (sent := self._sent.get((version.of_params(), key))) is not None:
                 return Response(self._tree, sent), version.step()
-        numbers = set(range(self.core.specs.num_params)) - request.rows.keys()
-        whole = self._reading(dict.fromkeys(numbers), request.form)
+        indices = set(range(self.core.specs.num_params)) - request.rows.keys()
+        whole = self._reading(dict.fromkeys(indices), request.form)
         rows = self._reading(request.rows, request.form)
 
         def publish() -> tuple[Gathered, Callable[[], Gathered], GlobalStep]:
@@ -109,9 +109,9 @@ class RayTransport(Transport):
 
     def state(self) -> Response:
         self.core.check_usable(if_closed=False)
-        numbers = [*range(len(self._types))]
-        sent = self._reading(dict.fromkeys(numbers), None)()()
-        return Response(self.core.specs.arrays(numbers), sent)
+        indices = [*range(len(self._types))]
+        sent = self._reading(dict.fromkeys(indices), None)()()
+        return Response(self.core.specs.arrays(indices), sent)
 
     def _reading(self, wanted: Wanted, form: Form) -> Read:
         """Divides a reading among the processes, which compile what they lack."""
@@ -151,19 +151,19 @@ class RayTransport(Transport):
     def _share(self, wanted: Wanted, process: int) -> dict[int, Ids | None]:
         """What one process reads: its own parts; leaves without parts the leader."""
         share: dict[int, Ids | None] = {}
-        for number, ids in wanted.items():
-            cut, shape = self._cuts[number], self._types[number].shape
+        for index, ids in wanted.items():
+            cut, shape = self._cuts[index], self._types[index].shape
             if cut is None and process:
                 continue
             if ids is None:
-                share[number] = None
+                share[index] = None
                 continue
             own = ids[ids < shape[0]]  # Without padding.
             if cut == 0:
                 height = shape[0] // (len(self._followers) + 1)
                 own = own[own // height == process] % height
             if len(own) or not process:
-                share[number] = own
+                share[index] = own
         return share
 
 

@@ -30,7 +30,7 @@ class PullRequest(NamedTuple):
     """Rows of some tables, all other leaves whole, and their dtype.
 
     Attributes:
-      rows: int32[n], the ids for each table, by the number of its leaf: each once,
+      rows: int32[n], the ids for each table, by the index of its leaf: each once,
         ascending; then padding, the table's height, up to as many as were asked for.
       form: of all leaves and rows.
     """
@@ -49,8 +49,8 @@ class TablePaths:
     def __init__(self, params: PyTree[Param]) -> None:
         flat = jax.tree.leaves_with_path(params)
         self.shapes = [x.shape for _, x in flat]
-        self._numbers = {path: i for i, (path, x) in enumerate(flat) if x.shape}
-        self._known = structures.by_name(self._numbers)
+        self._indices = {path: i for i, (path, x) in enumerate(flat) if x.shape}
+        self._known = structures.by_name(self._indices)
 
     def request(
         self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
@@ -70,10 +70,10 @@ class TablePaths:
         checked: dict[int, Ids] = {}
         for name, ids in rows.items():
             path = structures.named("rows", name, "tables of params", self._known)
-            number = self._numbers[path]
-            height = self.shapes[number][0]
+            index = self._indices[path]
+            height = self.shapes[index][0]
             asked = rows_of(f"rows[{name!r}]", np.asarray(ids), height).ravel()
-            checked[number] = padded_ids(np.unique(asked), len(asked), height)
+            checked[index] = padded_ids(np.unique(asked), len(asked), height)
         return PullRequest(checked, wanted)
 
 
@@ -137,42 +137,42 @@ class Reader:
         """Compiles what a reading needs, before its turn.
 
         Args:
-          wanted: the rows of each array, by its number, ascending and each once, with
+          wanted: the rows of each array, by its index, ascending and each once, with
             padding after them; None for the whole. Padding follows, up to one of few
             sizes.
           form: of the arrays that are read.
         """
         programs: dict[int, Program] = {}
-        for number, ids in wanted.items():
+        for index, ids in wanted.items():
             if ids is not None:
-                size, height = size_for(len(ids)), self._types[number].shape[0]
-                program = self.program(number, size, form)
+                size, height = size_for(len(ids)), self._types[index].shape[0]
+                program = self.program(index, size, form)
                 there = self.placement.put(padded_ids(ids, size, height))
-                programs[number] = functools.partial(program, there)
-            elif self._cast(number, form) is not None:
-                programs[number] = self.program(number, None, form)
+                programs[index] = functools.partial(program, there)
+            elif self._cast(index, form) is not None:
+                programs[index] = self.program(index, None, form)
         return Reading(programs, [i for i in wanted if i not in programs])
 
-    def program(self, number: int, size: int | None, form: Form) -> Program:
+    def program(self, index: int, size: int | None, form: Form) -> Program:
         """The program that reads an array whole, or ``size`` of its rows by their ids.
 
         Its arguments are ``(array)`` or ``(ids, array)``.
         """
-        key = number, size, self._cast(number, form)
+        key = index, size, self._cast(index, form)
         if key not in self._programs:
             with self._compiling:  # Another thread may have compiled it meanwhile.
                 if key not in self._programs:
                     self._programs[key] = self._compiled(*key)
         return self._programs[key]
 
-    def _cast(self, number: int, form: Form) -> Form:
+    def _cast(self, index: int, form: Form) -> Form:
         """The dtype that an array is cast to; None if it stays as it is."""
-        own = self._types[number].dtype
+        own = self._types[index].dtype
         stays = own == form or not jnp.issubdtype(own, jnp.floating)
         return None if stays else form
 
-    def _compiled(self, number: int, size: int | None, form: Form) -> Program:
-        place, type_ = self.placement, self._types[number]
+    def _compiled(self, index: int, size: int | None, form: Form) -> Program:
+        place, type_ = self.placement, self._types[index]
 
         def read(*args: jax.Array) -> jax.Array:
             *ids, table = args

@@ -54,12 +54,12 @@ class Transport:
         read = reading.run(version.leaves)
         return read | copy({i: read[i] for i in reading.plain}), version.step()
 
-    def _part(self, number: int, ids: Ids, rows: jax.Array) -> TableRows:
+    def _part(self, index: int, ids: Ids, rows: jax.Array) -> TableRows:
         """Rows that were read, as the part of their table that was asked for."""
         put = self.reader.placement.put
         if len(ids) != len(rows):
             rows = put(np.array(jax.device_get(rows)[: len(ids)]))
-        return unchecked(TableRows, put(ids), rows, self.tables.shapes[number])
+        return unchecked(TableRows, put(ids), rows, self.tables.shapes[index])
 
     def prepared(
         self, grads: Any, extra: dict[str, Any]

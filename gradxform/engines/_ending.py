@@ -99,8 +99,8 @@ class _Handler:
     any sequence: the handler of one that is over may still lie below those of others.
     """
 
-    def __init__(self, number: int, end: Callable[[], None]) -> None:
-        self._end, self.before, self.is_over = end, signal.getsignal(number), False
+    def __init__(self, signum: int, end: Callable[[], None]) -> None:
+        self._end, self.before, self.is_over = end, signal.getsignal(signum), False
 
     def __call__(self, *signalled: object) -> None:
         self._end()
@@ -116,23 +116,23 @@ def _without_ended(handler: Any) -> Any:
     return handler
 
 
-def ends_runs(number: int) -> bool:
+def ends_runs(signum: int) -> bool:
     """Whether a signal may end a run: a program may have a handler of its own."""
-    handler = signal.getsignal(number)
+    handler = signal.getsignal(signum)
     return handler is signal.SIG_DFL or isinstance(handler, _Handler)
 
 
-def give_back(number: int, handler: Any) -> None:  # As above.
+def give_back(signum: int, handler: Any) -> None:  # As above.
     """Gives a signal back to its handler from before."""
-    signal.signal(number, _without_ended(handler))
+    signal.signal(signum, _without_ended(handler))
 
 
 @contextlib.contextmanager
-def ended_by(number: int, end: Callable[[], None], wanted: bool) -> Iterator[None]:
+def ended_by(signum: int, end: Callable[[], None], wanted: bool) -> Iterator[None]:
     """Lets a signal end a run, and those around it, if wanted."""
-    handler = _Handler(number, end)
+    handler = _Handler(signum, end)
     try:
-        with handled(number, handler, wanted):
+        with handled(signum, handler, wanted):
             yield
     finally:
         handler.is_over = True
@@ -140,18 +140,18 @@ def ended_by(number: int, end: Callable[[], None], wanted: bool) -> Iterator[Non
 
 @contextlib.contextmanager
 def handled(
-    number: int, handler: Callable[..., object] | int, wanted: bool
+    signum: int, handler: Callable[..., object] | int, wanted: bool
 ) -> Iterator[None]:
     """Handles a signal, if wanted; only the main thread ever gets signals."""
     if not wanted or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(number, handler)
+    before = signal.signal(signum, handler)
     try:
         yield
     finally:
-        if signal.getsignal(number) is handler:  # Nobody has changed it meanwhile.
-            give_back(number, before)
+        if signal.getsignal(signum) is handler:  # Nobody has changed it meanwhile.
+            give_back(signum, before)
 
 
 @contextlib.contextmanager
