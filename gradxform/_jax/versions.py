@@ -257,7 +257,7 @@ def are_drawn_alone(keys: Any) -> bool:
 
 
 def opened(eqn: jax.extend.core.JaxprEqn) -> jax.extend.core.ClosedJaxpr:
-    """What an operation computes that has a derivative of its own, as a program."""
+    """The program of an operation that has a derivative of its own."""
     from jax.extend.core import jaxpr_as_fun
 
     def solved(*args: jax.Array) -> list[jax.Array]:

@@ -429,7 +429,7 @@ def _matrices(of: _Text) -> Matrices:
 
 
 def text(program: ClosedJaxpr) -> str:
-    """What a program computes; that of equal programs is equal."""
+    """The text of a program: that of equal programs is equal."""
     return str(program)
 
 

@@ -1,4 +1,4 @@
-"""Whole matrices on a mesh: each device does a part of what an update does with them.
+"""Whole matrices on a mesh: each device updates some of them.
 
 The update is traced once, uncut. Its cores run on whole matrices, equal ones together.
 Everything else is evaluated as it is, where it lies.
