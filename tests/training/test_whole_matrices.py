@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -745,23 +746,26 @@ def test_inside_shard_map(small):
 
 
 @pytest.mark.slow
-def test_a_state_goes_on_elsewhere():
+def test_a_checkpoint_goes_on_elsewhere(tmp_path):
     """From 8 devices to 4 x 2, and on with optax alone."""
     tx, (shapes, _) = stack(COLUMNS, 8, M, N)
     plain, grads = draw(shapes), [draw(shapes, seed) for seed in (1, 2, 3)]
-    now = plain, tx.init(plain)
-    for (spec, sizes), g in zip(
-        [(COLUMNS, (8,)), (P(None, "x", "y"), BOTH)], grads, strict=False
-    ):
-        on = mesh(sizes)
-        where = places({"w": spec, "b": P()}, on)
-        ours = gx.whole_matrices(tx, where)
-        params = jax.device_put(now[0], where)
-        state = placed_state(tx, params, now[1])
-        step = jax.jit(step_of(ours))
-        now = jax.device_get(step(params, state, jax.device_put(g, where)))
-    now = jax.jit(step_of(tx))(*now, grads[2])
-    close(now, train(tx, plain, tx.init(plain), grads))
+    now, folder = (plain, tx.init(plain)), tmp_path / "0"
+    runs = [(COLUMNS, (8,)), (P(None, "x", "y"), BOTH), (P(), (1,))]
+    with ocp.StandardCheckpointer() as saver:
+        for (spec, sizes), g in zip(runs, grads, strict=True):
+            saver.save(folder, now)
+            saver.wait_until_finished()
+            where = places({"w": spec, "b": P()}, mesh(sizes))
+            like = jax.tree.map(
+                lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place),
+                *(plain, where),
+            )
+            now = saver.restore(folder, (like, gx.abstract_state(tx, like)))
+            ours = tx if sizes == (1,) else gx.whole_matrices(tx, where)
+            now = jax.jit(step_of(ours))(*now, jax.device_put(g, where))
+            folder = tmp_path / f"after {sizes}"
+    close(jax.device_get(now), train(tx, plain, tx.init(plain), grads))
 
 
 def test_a_part_of_a_sum_is_refused():
