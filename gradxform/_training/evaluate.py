@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import optax
@@ -19,10 +19,21 @@ from gradxform._trees import maps
 from gradxform._trees.types import Path
 
 P = ParamSpec("P")
-R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
 
 
-def evaluate(f: Callable[P, R], *, layers: Collection[str] = ()) -> Callable[P, R]:
+class Evaluated(Protocol[P, R_co]):
+    """What :func:`evaluate` returns."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    @property
+    def lower(self) -> Callable[..., jax.stages.Lowered]: ...
+
+
+def evaluate(
+    f: Callable[P, R_co], *, layers: Collection[str] = ()
+) -> Evaluated[P, R_co]:
     r"""A compiled ``f(params, *args)``, whose parameters may lie on the host.
 
     .. math:: y = f(w, args)
@@ -78,7 +89,7 @@ def evaluate(f: Callable[P, R], *, layers: Collection[str] = ()) -> Callable[P, 
             raise TypeError(f"f must return arrays, got {results!r}.")
         return results
 
-    return jax.jit(evaluated)
+    return cast(Evaluated[P, R_co], jax.jit(evaluated))
 
 
 def _by_layers(
