@@ -30,7 +30,7 @@ _LIMITS = {*keras.CLIPS, "max_delta", "max_norm", "max_staleness", "sigmas"}
 
 # Arguments that are names, or trees: no dict in them stands for a call.
 AS_THEY_ARE = {"axis_name", "freeze_mask", "mask", "num_steps", "param_labels"}
-AS_THEY_ARE |= {"stacked_axes", "trust_ratio_mask", "weight_decay_mask"}
+AS_THEY_ARE |= {"shardings", "stacked_axes", "trust_ratio_mask", "weight_decay_mask"}
 
 # Optax's transformations whose annotations do not say that they are transformations.
 _UNANNOTATED = (

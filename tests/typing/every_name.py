@@ -72,9 +72,9 @@ def optimizers() -> None:
         gx.lazy(sgd),
         gx.delayed(sgd, 2),
         gx.low_bit_state(optax.adam(0.1)),
+        gx.master_weights(sgd, residual_dtype="int16"),
         gx.whole_matrices(sgd),
         gx.whole_matrices(sgd, {"w": jnp.ones(3).sharding}),
-        gx.master_weights(sgd, residual_dtype="int16"),
     ]
     config = gx.get_config(gx.from_config({"name": "ftrl", "learning_rate": 0.1}))
     print(config["name"])
