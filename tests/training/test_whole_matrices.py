@@ -240,6 +240,7 @@ GROUPS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 def test_groups_run_one_after_another():
     numbers = dict.fromkeys(("up", "down", "o"), OF_STACK) | {"b": None}
@@ -276,6 +277,7 @@ def test_options_of_muon(options):
     check(tx, *TWO, moved=2 / 8 * 8 / 2, groups=2)
 
 
+@pytest.mark.slow
 def test_adaptive_muon_adds_up_parts():
     """The sum over each matrix is one of parts, in another order."""
     tx = muon(0.1, adaptive=True)
@@ -511,6 +513,7 @@ def test_it_stays_where_each_device_has_whole_arrays():
     check(optax.stateless_with_tree_map(gram), shapes, specs, moved=0, groups=0)
 
 
+@pytest.mark.slow
 def test_few_entries_stay_where_they_lie():
     """A matrix of fewer entries than 64 is not worth a collective of its own."""
     shapes, specs = {"w": (8, 7), "v": (8, 8)}, {"w": ROWS, "v": ROWS}
@@ -553,6 +556,7 @@ def test_one_device_is_the_same_program():
     chex.assert_trees_all_equal_structs(wrapped.init(params), state)
 
 
+@pytest.mark.slow
 def test_one_explicit_device():
     """Types name its axis, so the products of ``inner`` alone would be refused."""
     tx, (shapes, specs) = stack(P(None, "x", "y"), 4, M, N)
