@@ -54,7 +54,7 @@ def trained(training, params, tokens, steps):
 def differences(one, other, layers):
     """How far two trainings differ, by name: losses, and what each layer learned.
 
-    That of a layer is the norm of the difference over the norm of what it learned.
+    For a layer it is |x - y| / |y - before|, by the norms of its entries.
     """
 
     def part(path, x, y, before):

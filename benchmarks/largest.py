@@ -17,9 +17,9 @@ compiles the step with options of XLA.
 
 ``--check`` asks whether the compiler is right, on the device that is there. It trains
 by layers with arrays on the host, and again with all of them on the device. It compares
-the losses, those of ``gradxform.evaluate``, and what each layer learned. It says that
-they are equal, or by how much they differ, and ends with 1 if one of them is wrong. Run
-it after an upgrade of JAX or of a driver. So many ``--layers`` must fit the device.
+the losses of the steps, the loss by ``gradxform.evaluate``, and the change of each
+layer. It says "are equal", or by how much they differ, and ends with 1 if one is wrong.
+Run it after an upgrade of JAX or of a driver. All ``--layers`` must fit the device.
 
 - parameters: in billions.
 - chip GiB: what the step needs on the chip: parameters, state and temporaries.

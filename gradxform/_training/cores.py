@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import jax
@@ -469,7 +469,7 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def _traced(f: Any, *types: Any) -> ClosedJaxpr:
+def _traced(f: Callable[..., jax.Array], *types: Any) -> ClosedJaxpr:
     with tracing():
         return jax.make_jaxpr(f)(*types)
 
@@ -482,7 +482,7 @@ _POLICY = Policy("matrix", "array", [Op.RANDOM_BITS], _mixed)
 
 
 def _names_after(
-    eqn: Any, names: Mapping[Var, Names], sizes: Mapping[str, int]
+    eqn: JaxprEqn, names: Mapping[Var, Names], sizes: Mapping[str, int]
 ) -> dict[Var, Names]:
     """The mesh axes that cut the results of an equation, as far as they are known."""
     found = {x: list[tuple[str, ...]]([()] * len(shape_of(x))) for x in eqn.outvars}

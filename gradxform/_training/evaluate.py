@@ -16,7 +16,7 @@ from gradxform._training import tpu
 from gradxform._training.forward import Forward, Stack
 from gradxform._training.stacks import StackVariable
 from gradxform._trees import maps
-from gradxform._trees.types import Path
+from gradxform._trees.types import Path, T
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -76,10 +76,10 @@ def evaluate(
     if layers:
         versions.before_tracing()
 
-    def evaluated(params: optax.Params, *args: Any, **kwargs: Any) -> Any:
+    def evaluated(params: optax.Params, *args: Any, **kwargs: Any) -> R_co:
         paths = layered.paths_of(layers, params)
 
-        def of_params(params: optax.Params) -> Any:  # As `f`.
+        def of_params(params: optax.Params) -> R_co:
             if not paths:
                 return f(host.to_device(params), *args, **kwargs)
             return _by_layers(lambda params: f(params, *args, **kwargs), paths, params)
@@ -93,15 +93,15 @@ def evaluate(
 
 
 def _by_layers(
-    f: Callable[[optax.Params], Any], paths: Collection[Path], params: optax.Params
-) -> Any:  # As `f`.
+    f: Callable[[optax.Params], T], paths: Collection[Path], params: optax.Params
+) -> T:
     """``f(params)``, with the layers of the stacks at these paths one by one."""
     leaves, treedef = maps.flatten(params)
     names = [path for path, _ in maps.leaves_with_path(params)]
     stacks = {n: leaves[n] for n, name in enumerate(names) if name in paths}
     others = host.to_device([x for n, x in enumerate(leaves) if n not in stacks])
 
-    def of_stacks(stacks: Mapping[int, jax.Array]) -> Any:
+    def of_stacks(stacks: Mapping[int, jax.Array]) -> T:
         rest = iter(others)
         filled = [stacks[n] if n in stacks else next(rest) for n in range(len(leaves))]
         return f(jax.tree.unflatten(treedef, filled))

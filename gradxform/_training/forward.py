@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
 
@@ -46,6 +46,9 @@ class Stack(NamedTuple):
         return None if is_cut else axis
 
 
+Value: TypeAlias = jax.Array | Stack
+
+
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """Evaluates jaxprs whose inputs may be stacks.
@@ -56,31 +59,30 @@ class Forward:
 
     scanned: set[int] = dataclasses.field(default_factory=set)
 
-    def results(self, jaxpr: Jaxpr, inputs: Sequence[Any]) -> list[jax.Array]:
+    def results(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[jax.Array]:
         """The results of a jaxpr, as arrays."""
         return list(map(_array, jaxprs.run(jaxpr, inputs, self._apply)))
 
     def _apply(
-        self, name: str, inputs: list[Any], eqn: JaxprEqn
-    ) -> Sequence[Any] | None:
+        self, name: str, inputs: list[Value], eqn: JaxprEqn
+    ) -> Sequence[Value] | None:
         """The results of an equation that reads stacks; None for any other one."""
         if not any(isinstance(x, Stack) for x in inputs):
             return None
-        if jaxprs.follows(eqn):
-            (x,) = inputs
+        if jaxprs.follows(eqn) and isinstance(x := inputs[0], Stack):
             return [Stack(x.variable.then(eqn), x.array)]
         if name in _CALLS:
             return _CALLS[name](self, eqn, inputs)
         return versions.bind(eqn, list(map(_array, inputs)))
 
-    def _jit(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         inside = eqn.params["jaxpr"]
         return jaxprs.run(inside.jaxpr, [*inside.consts, *inputs], self._apply)
 
-    def _checkpoint(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:
+    def _checkpoint(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         return jaxprs.run(eqn.params["jaxpr"], inputs, self._apply)
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
+    def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
         """The results of a scan, which may go over stacks, and read others inside."""
         num_consts, num_carry = versions.scan_lengths(eqn)
         length, start = eqn.params["length"], num_consts + num_carry
@@ -88,7 +90,9 @@ class Forward:
         arrays: dict[int, jax.Array] = {}
         axes: dict[int, int] = {}
         for k, x in enumerate(inputs):
-            axis = x.axis(length) if k >= start and isinstance(x, Stack) else None
+            if k < start or not isinstance(x, Stack):
+                continue
+            axis = x.axis(length)
             if axis is not None and axes.setdefault(x.variable.index, axis) == axis:
                 stacks[k], arrays[x.variable.index] = x.variable, x.array
         self.scanned.update(arrays)
@@ -106,12 +110,12 @@ class Forward:
         )
         return results
 
-    def _while(self, eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
+    def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
         num_ends = eqn.params["cond_nconsts"]
         start = num_ends + eqn.params["body_nconsts"]
         operands = _operands(eqn, inputs, start)
 
-        def call(program: ClosedJaxpr, consts: Sequence[Any]) -> Callable[..., Any]:
+        def call(program: ClosedJaxpr, consts: Sequence[Value]) -> Callable[..., Any]:
             before = [*program.consts, *consts]
             return lambda carry: self.results(program.jaxpr, [*before, *carry])
 
@@ -119,7 +123,7 @@ class Forward:
         body = call(eqn.params["body_jaxpr"], operands[num_ends:start])
         return jax.lax.while_loop(lambda x: ends(x)[0], body, operands[start:])
 
-    def _cond(self, eqn: JaxprEqn, inputs: list[Any]) -> list[jax.Array]:
+    def _cond(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
         if eqn.params.get("branches_platforms"):
             return versions.bind(eqn, list(map(_array, inputs)))
         index, *operands = inputs
@@ -133,7 +137,7 @@ class Forward:
 
 
 # These run programs inside.
-_CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Any]], Sequence[Any]]] = {
+_CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Value]], Sequence[Value]]] = {
     Op.CHECKPOINT: Forward._checkpoint,
     Op.COND: Forward._cond,
     Op.JIT: Forward._jit,
@@ -142,7 +146,7 @@ _CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Any]], Sequence[Any]]] = {
 }
 
 
-def _array(x: Any) -> Any:
+def _array(x: Value) -> jax.Array:
     return x.whole() if isinstance(x, Stack) else x
 
 

@@ -160,7 +160,7 @@ class CutStep:
     replaces: Sequence[int]
 
     @classmethod
-    def of(cls, inner: optax.GradientTransformationExtraArgs, args: Any) -> CutStep:
+    def of(cls, inner: optax.GradientTransformationExtraArgs, args: Args) -> CutStep:
         """Traces ``inner``, as if no array was cut."""
         leaves, treedef = jax.tree.flatten(args)
         given = [n for n, x in enumerate(leaves) if placements.is_array(x)]
