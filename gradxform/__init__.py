@@ -72,6 +72,8 @@ from gradxform._gates.sums import (
 )
 from gradxform._gates.worker_mean import WorkerMeanState as WorkerMeanState
 from gradxform._gates.worker_mean import worker_mean as worker_mean
+from gradxform._layers.evaluate import evaluate as evaluate
+from gradxform._matrices.whole_matrices import whole_matrices as whole_matrices
 from gradxform._numbers.apply_updates import apply_updates as apply_updates
 from gradxform._rows.densify import densify as densify
 from gradxform._rows.indexed_slices import IndexedSlices as IndexedSlices
@@ -79,12 +81,10 @@ from gradxform._rows.lazy import lazy as lazy
 from gradxform._rows.lookup import lookup as lookup
 from gradxform._rows.lookup import value_and_grad as value_and_grad
 from gradxform._rows.table_rows import TableRows as TableRows
-from gradxform._training.abstract_state import abstract_state as abstract_state
-from gradxform._training.apply import apply_gradients as apply_gradients
-from gradxform._training.apply import minimize as minimize
-from gradxform._training.evaluate import evaluate as evaluate
-from gradxform._training.local_steps import local_steps as local_steps
-from gradxform._training.whole_matrices import whole_matrices as whole_matrices
+from gradxform._steps.abstract_state import abstract_state as abstract_state
+from gradxform._steps.apply import apply_gradients as apply_gradients
+from gradxform._steps.apply import minimize as minimize
+from gradxform._steps.local_steps import local_steps as local_steps
 from gradxform._transforms.adagrad import ScaleByAdagradState as ScaleByAdagradState
 from gradxform._transforms.adagrad import adagrad as adagrad
 from gradxform._transforms.adagrad import scale_by_adagrad as scale_by_adagrad

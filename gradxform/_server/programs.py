@@ -19,7 +19,7 @@ from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks
 from gradxform._server.placement import Leaves, Specs, bring, built, compiled, traced
 from gradxform._server.reader import size_for
-from gradxform._training.apply import apply_gradients
+from gradxform._steps.apply import apply_gradients
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Leaf, PyTree, SparseLeaf
 

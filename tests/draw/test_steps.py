@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 
-from gradxform._training.step_leaves import StepLeaves
+from gradxform._layers.step_leaves import StepLeaves
 from tests.draw import programs, steps, updates
 
 FAMILIES = updates.FAMILIES | steps.FAMILIES

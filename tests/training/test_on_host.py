@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._jax import compilers
+from gradxform._layers import stacks, tpu
 from gradxform._ray import layout, process
-from gradxform._training import stacks, tpu
 from tests.conftest import half, pairwise
 from tests.training.losses import (
     LAYERS,

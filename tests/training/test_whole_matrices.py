@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
 import gradxform as gx
-from gradxform._training import cores
+from gradxform._matrices import cores
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 

@@ -19,11 +19,11 @@ from jax.sharding import NamedSharding
 from gradxform._checks import arguments
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, versions
+from gradxform._matrices import cores, exchange, placements
+from gradxform._matrices.cores import Matrices, MatrixCore, NoCoreError
+from gradxform._matrices.exchange import Cut
+from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
-from gradxform._training import cores, exchange, placements
-from gradxform._training.cores import Matrices, MatrixCore, NoCoreError
-from gradxform._training.exchange import Cut
-from gradxform._training.placements import AnyMesh, Args, Names, Placements
 from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Prefix
 

@@ -2,9 +2,6 @@
 
 - ``apply``: ``apply_updates``; ``apply_gradients``, which puts a gate around the whole
   step; and ``minimize``, which makes all of it one compiled function.
-- ``layers``: the step that applies the gradients of scanned layers in the backward
-  pass. ``stacks`` finds their scan in the jaxpr of a loss, ``passes`` has its forward
-  and backward pass, and ``by_layer`` the update of one layer.
 - ``abstract_state``: where a new state lies, before it is made.
 - ``donation``: copies shared arrays before they are donated.
 - ``local_steps``: many such steps of one worker, and their total change of the

@@ -17,8 +17,8 @@ import jax
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
+from gradxform._layers.stacks import Scan
 from gradxform._numbers import constants
-from gradxform._training.stacks import Scan
 from gradxform._trees import maps
 from gradxform._trees.types import PyTree, T
 

@@ -14,8 +14,8 @@ from gradxform._devices import host
 from gradxform._gates.conditional import typed_cond
 from gradxform._jax import versions
 from gradxform._rows import boundary
-from gradxform._training.apply import Step, learning_leaves, training_step
-from gradxform._training.donation import Donating
+from gradxform._steps.apply import Step, learning_leaves, training_step
+from gradxform._steps.donation import Donating
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Prefix
 

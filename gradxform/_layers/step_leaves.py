@@ -13,10 +13,10 @@ import optax
 from gradxform._checks import structures
 from gradxform._devices import host
 from gradxform._devices.stacked import Stacked
+from gradxform._layers import tpu
 from gradxform._rows.lookup import Offsets
 from gradxform._slices.kinds import States, Whole
 from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
-from gradxform._training import tpu
 from gradxform._trees import maps
 from gradxform._trees.types import Path
 

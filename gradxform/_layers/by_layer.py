@@ -16,6 +16,7 @@ import optax
 
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
+from gradxform._layers.step_leaves import Args, ByIndex, Layer, StepLeaves
 from gradxform._rows import boundary
 from gradxform._rows.lookup import Offsets
 from gradxform._slices import slices
@@ -34,7 +35,6 @@ from gradxform._slices.slices import (
     Value,
     WholeProgram,
 )
-from gradxform._training.step_leaves import Args, ByIndex, Layer, StepLeaves
 from gradxform._trees import maps
 from gradxform._trees.types import Path
 

@@ -19,12 +19,12 @@ import optax
 
 from gradxform._checks import structures
 from gradxform._devices import host
+from gradxform._layers import passes, stacks
+from gradxform._layers.by_layer import Update
+from gradxform._layers.step_leaves import ByIndex
 from gradxform._rows.lookup import LossOfRows, Offsets, Tables
 from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
-from gradxform._training import passes, stacks
-from gradxform._training.by_layer import Update
-from gradxform._training.step_leaves import ByIndex
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Path
 

@@ -20,12 +20,12 @@ import jax.numpy as jnp
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
 from gradxform._jax.jaxprs import Part
+from gradxform._layers import layer_loop, tpu
+from gradxform._layers.by_layer import LayerParts, OfLayer
+from gradxform._layers.layer_loop import LayerIndices
+from gradxform._layers.stacks import Scan, StackedLoss
+from gradxform._layers.step_leaves import ByIndex, Layer
 from gradxform._numbers import constants
-from gradxform._training import layer_loop, tpu
-from gradxform._training.by_layer import LayerParts, OfLayer
-from gradxform._training.layer_loop import LayerIndices
-from gradxform._training.stacks import Scan, StackedLoss
-from gradxform._training.step_leaves import ByIndex, Layer
 
 if TYPE_CHECKING:
     from jax.extend.core import Var

@@ -12,11 +12,11 @@ from gradxform._checks import arguments, structures
 from gradxform._devices import host
 from gradxform._gates import gate, missing
 from gradxform._jax import versions
+from gradxform._layers import layers as layered
+from gradxform._layers import tpu
 from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
-from gradxform._training import layers as layered
-from gradxform._training import tpu
-from gradxform._training.donation import Donating
+from gradxform._steps.donation import Donating
 from gradxform._trees import maps
 from gradxform._trees.extra_args import accepted_kwargs
 from gradxform._trees.types import Leaf, Params, Prefix, PyTree, State

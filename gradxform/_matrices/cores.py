@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
+from gradxform._matrices.placements import Names
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
 from gradxform._slices.slices import (
@@ -32,7 +33,6 @@ from gradxform._slices.slices import (
     Slices,
     Source,
 )
-from gradxform._training.placements import Names
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from gradxform._training import placements
-from gradxform._training.placements import AnyMesh, Names
+from gradxform._matrices import placements
+from gradxform._matrices.placements import AnyMesh, Names
 
 
 class Cut(NamedTuple):

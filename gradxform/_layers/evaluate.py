@@ -11,10 +11,10 @@ import optax
 from gradxform._checks import structures
 from gradxform._devices import host
 from gradxform._jax import versions
-from gradxform._training import layers as layered
-from gradxform._training import tpu
-from gradxform._training.forward import Forward, Stack
-from gradxform._training.stacks import StackVariable
+from gradxform._layers import layers as layered
+from gradxform._layers import tpu
+from gradxform._layers.forward import Forward, Stack
+from gradxform._layers.stacks import StackVariable
 from gradxform._trees import maps
 from gradxform._trees.types import Path, T
 

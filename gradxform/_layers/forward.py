@@ -17,8 +17,8 @@ import jax
 from gradxform._devices import host
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
-from gradxform._training import layer_loop
-from gradxform._training.stacks import Scan, StackVariable
+from gradxform._layers import layer_loop
+from gradxform._layers.stacks import Scan, StackVariable
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
