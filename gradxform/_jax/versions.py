@@ -42,6 +42,7 @@ class Op(enum.StrEnum):
     RESHAPE = "reshape"
     RESHARD = "reshard"
     SCAN = "scan"
+    SHARD_MAP = "shard_map"
     SLICE = "slice"
     STACK = "stack"
     STOP_GRADIENT = "stop_gradient"
