@@ -201,7 +201,9 @@ class ScanPass:
         if n in self.kept:
             return self.kept[n]
         its: Any = jax.typeof(self.stacks[n]).update(memory_space=host.DEVICE)
-        return constants.zeros_of_type(its)
+        # Otherwise zeros of a first pass would be kept for the second one: 1 N.
+        zero, _ = compilers.barrier((jnp.zeros((), its.dtype), self.each))
+        return constants.zeros_of_type(its) + zero
 
     def _written(self, kept: ByIndex, of_parts: ByIndex, i: jax.Array) -> ByIndex:
         """Gradients of stacks, with those of layer ``i``."""
@@ -465,20 +467,19 @@ def forward(
     """
     stacks = {n: StackVariable(n, path) for n, path in paths.items()}
     dense = host.to_device({n: x for n, x in leaves.items() if n not in paths})
-    readers: list[LossReader] = []
+    always = jnp.zeros(())
+    reader = LossReader({n: leaves[n] for n in stacks}, frozen, always)
 
-    def loss(dense: ByIndex, always: jax.Array) -> Any:
-        reader = LossReader({n: leaves[n] for n in stacks}, frozen, always)
-        readers.append(reader)
+    def loss(dense: ByIndex, inside: jax.Array) -> Any:
+        reader.always = inside
         inputs = [stacks[n] if n in stacks else dense[n] for n in leaves]
         program = Program(closed.jaxpr, closed.consts)
         results = Forward(reader).results(program, inputs)
-        return (results[0], reader.always), results
+        inside, reader.always = reader.always, always
+        return (results[0], inside), results
 
-    always = jnp.zeros(())
     _, pull, results = jax.vjp(loss, dense, always, has_aux=True)
     one = jax.grad(lambda x: x)(results[0])  # It refuses what is no real scalar.
-    (reader,) = readers
     # Otherwise the compiler might keep a copy of a stack that is read as a whole.
     for n in reader.read_whole:
         reader.arrays[n], _ = compilers.barrier((reader.arrays[n], results))
