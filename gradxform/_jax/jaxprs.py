@@ -231,6 +231,13 @@ def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
     return [*dict.fromkeys(filter(is_variable, read))]
 
 
+def anywhere(jaxpr: Jaxpr, name: str) -> list[JaxprEqn]:
+    """The equations with this operation, also those inside of others."""
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
+    programs = (x for eqn in jaxpr.eqns for x in inside(eqn))
+    return found + [eqn for program in programs for eqn in anywhere(program, name)]
+
+
 def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:
     """The jaxprs that are parameters of an equation."""
     for x in jax.tree.leaves(list(eqn.params.values())):

@@ -125,23 +125,15 @@ def placed(closed: ClosedJaxpr) -> ClosedJaxpr:
         types = [x.aval for x in eqn.invars]
         return eqn.replace(params=eqn.params | {"jaxpr": jax.make_jaxpr(f)(*types)})
 
-    if not _anywhere(closed.jaxpr):
+    if not any(map(_has_shardings, jaxprs.anywhere(closed.jaxpr, Op.JIT))):
         return closed
     return jaxprs.replaced(closed, with_equations)
 
 
-def _anywhere(jaxpr: Jaxpr) -> bool:
-    return any(
-        _has_shardings(eqn) or any(map(_anywhere, jaxprs.inside(eqn)))
-        for eqn in jaxpr.eqns
-    )
-
-
 def _has_shardings(eqn: JaxprEqn) -> bool:
     """Whether it is a ``jit`` that says where its arrays lie."""
-    if jaxprs.name_of(eqn) != Op.JIT:
-        return False
-    both = *eqn.params["in_shardings"], *eqn.params["out_shardings"]
+    names = "in_shardings", "out_shardings"
+    both = (x for name in names for x in eqn.params.get(name, ()))
     return any(isinstance(x, NamedSharding) for x in both)
 
 
