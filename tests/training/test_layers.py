@@ -1020,3 +1020,35 @@ def test_a_checkpoint_keeps_its_policy():
         text = step.lower(start(), tx.init(start()), IDS, Y).as_text()
         products[name] = text.count("stablehlo.dot_general")
     assert products["nothing_saveable"] >= products["dots_saveable"] + 3
+
+
+@pytest.mark.figures
+@pytest.mark.parametrize("scans", [2, 3])
+@pytest.mark.parametrize("tx", ["adamw", "a clip", "a sum", "behind a gate"])
+def test_a_stack_that_learns_in_several_scans_keeps_one_gradient(tx, scans):
+    adamw = optax.adamw(0.1)
+    how = {"two_passes": tx == "a clip"}
+    chosen = {
+        "adamw": adamw,
+        "a clip": optax.chain(gx.clip_by_global_norm(0.1), adamw),
+        "a sum": gx.accumulate(adamw, 4),
+        "behind a gate": gx.skip_spikes(adamw),
+    }[tx]
+    how["two_passes"] |= tx == "behind a gate"
+
+    def loss_of(scans):
+        def loss_fn(p, x):
+            for _ in range(scans):
+                x = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, p["blocks"])[
+                    0
+                ]
+            return jnp.mean(x**2)
+
+        return loss_fn
+
+    params = {"blocks": jax.ShapeDtypeStruct((32, 128, 128), "float32")}
+    one, several = (
+        kept_by(loss_of(n), params, ["blocks"], chosen, **how) for n in (1, scans)
+    )
+    assert several < one + 1.01
+    assert several < 1.2 + 0.06 * (tx == "behind a gate")
