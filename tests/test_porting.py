@@ -404,6 +404,21 @@ def page_larc():
     return names["larc"]
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_larc_is_finite_where_a_warmup_begins():
+    """There is no rate, and a bias of zeros has no norm: OpenSeq2Seq's 0/0."""
+    names = {"optax": optax, "rate": 0.02, "min_lr": 1e-5, "power": 2.0, "steps": 100}
+    names |= {"warmup": 2, "begin": 2}
+    rate = eval(KEYS['"lr_policy": poly_decay'], names)
+    larc = page_larc()(rate, eta=0.001)
+    params = {"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(2)}
+    grads, state = {"w": jnp.array([0.0, 2.0]), "b": jnp.ones(2)}, larc.init(params)
+    for of_w in (1.0, 0.001 * 5 / (0.01 * 2), 0.001 * 5 / (0.02 * 2)):
+        scaled, state = jax.jit(larc.update)(grads, state, params)
+        np.testing.assert_allclose(scaled["w"], [0, 2 * of_w], rtol=1e-5)
+        np.testing.assert_allclose(scaled["b"], [1e-7, 1e-7], rtol=1e-5)
+
+
 def mean_of(values):
     """The code in a program of eight devices, each with its own gradient."""
 
