@@ -15,10 +15,10 @@ ASKS = re.compile(r"\b(?:jax|optax)\.__version|attr\(\s*(?:jax|optax)\b")
 def test_one_page_names_the_floors():
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/*.md")]
     said = {
-        page.name: dict(re.findall(r"\b(jax|optax) ≥ ([\d.]*\d)", page.read_text()))
+        page.name: {*re.findall(r"\b(jax|optax) ≥ ([\d.]*\d)", page.read_text())}
         for page in pages
     }
-    floors = {name: FLOORS[name] for name in ("jax", "optax")}
+    floors = {(name, FLOORS[name]) for name in ("jax", "optax")}
     assert {page: found for page, found in said.items() if found} == {
         "install.md": floors
     }
