@@ -820,7 +820,7 @@ def test_a_row_of_the_contract_at_each_threshold(row):
         check(Loss(of_vectors, make=near, batch=()), way, steps=2, rtol=rtol)
 
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "larger_model.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "by_layers.md"
 ROW = re.compile(r"^\| (?:by layers|with `two_passes`|not: ).*$", re.M)
 VERDICTS = [
     (name, row.split("|")[1].strip())
