@@ -246,6 +246,13 @@ def before_tracing() -> None:
     from jax.extend import core  # noqa: F401
 
 
+def used_inputs(jaxpr: jax.extend.core.Jaxpr) -> list[bool]:
+    """Which inputs of a jaxpr its results need, or an effect in it."""
+    from jax.interpreters import partial_eval
+
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+
+
 def scan_lengths(scan: jax.extend.core.JaxprEqn) -> tuple[int, int]:
     """How many inputs of a ``scan`` are constants, and how many are its carry."""
     if "num_carry" in scan.params:  # Before JAX 0.12.

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 import jax
 import optax
 
-from gradxform._checks import structures
+from gradxform._checks import keywords, structures
 from gradxform._devices import host
 from gradxform._jax import programs, versions
 from gradxform._layers import layer_loop, tpu
@@ -78,7 +78,7 @@ def evaluate(
     if layers:
         versions.before_tracing()
 
-    def evaluated(params: optax.Params, *args: Any, **kwargs: Any) -> R_co:
+    def evaluated(params: optax.Params, /, *args: Any, **kwargs: Any) -> R_co:
         paths = layered.paths_of(layers, params)
 
         def of_params(params: optax.Params) -> R_co:
@@ -91,7 +91,7 @@ def evaluate(
             raise TypeError(f"f must return arrays, got {results!r}.")
         return results
 
-    return cast(Evaluated[P, R_co], jax.jit(evaluated))
+    return cast(Evaluated[P, R_co], keywords.Jitted(evaluated, trees=1))
 
 
 @dataclasses.dataclass
