@@ -482,7 +482,7 @@ class _Part:
         needed = self._between()
         labels: list[dict[Var, Along]] = []
         mixing = {k for k, eqn in enumerate(self.eqns) if eqn.effects}
-        first = self.eqns[min(k for k in needed if is_of_matrices(self.eqns[k]))]
+        first = self.eqns[min(self._of_matrices)]
         for axis, size in enumerate(shape_of(self.lead)):
             if size < 2:
                 continue
@@ -501,22 +501,33 @@ class _Part:
         inside, there = self._cut(axes, merged, mixing, len(labels))
         return _Plan(self.variables, inside, axes, len(labels), there)
 
-    def _between(self) -> set[int]:
-        """The positions of equations between operations on matrices."""
-        own = range(self.num_free, len(self.eqns))
-        of_matrices = {k for k in own if is_of_matrices(self.eqns[k])}
-        after, before = set(of_matrices), set(of_matrices)
+    @functools.cached_property
+    def _own(self) -> range:
+        return range(self.num_free, len(self.eqns))
+
+    @functools.cached_property
+    def _of_matrices(self) -> set[int]:
+        return {k for k in self._own if is_of_matrices(self.eqns[k])}
+
+    def _after_matrices(self) -> set[int]:
+        """The positions of operations on matrices, and of those that need one."""
+        after = set(self._of_matrices)
         made = {x for k in after for x in self.eqns[k].outvars}
-        for k in own:
+        for k in self._own:
             if jaxprs.among(self.eqns[k].invars, made):
                 made.update(self.eqns[k].outvars)
                 after.add(k)
+        return after
+
+    def _between(self) -> set[int]:
+        """The positions of equations between operations on matrices."""
+        before = set(self._of_matrices)
         read = {x for k in before for x in self.eqns[k].invars if jaxprs.is_variable(x)}
-        for k in reversed(own):
+        for k in reversed(self._own):
             if not read.isdisjoint(self.eqns[k].outvars):
                 read.update(filter(jaxprs.is_variable, self.eqns[k].invars))
                 before.add(k)
-        return after & before
+        return self._after_matrices() & before
 
     def _cut(
         self, axes: Mapping[Var, Axes], merged: set[Var], mixing: set[int], count: int
@@ -528,7 +539,7 @@ class _Part:
         for k, eqn in enumerate(self.eqns):
             if k in mixing:
                 graph.edge(k, graph.outside, NEVER)
-            elif k >= self.num_free and is_of_matrices(eqn):
+            elif k in self._of_matrices:
                 graph.edge(graph.inside, k, NEVER)
         for x, new in self.new.items():
             of_x = axes.get(x, none)
@@ -544,6 +555,13 @@ class _Part:
             if answer is None:
                 graph.edge(graph.inside, node, NEVER)
         new_of = {new: state[x] for x, new in self.new.items() if x in state}
+        after = self._after_matrices()
+        latency = _SHARE * min(1 << 14, nbytes(self.lead) // 4)
+        for k in after:
+            if jaxprs.name_of(self.eqns[k]) in versions.REDUCTIONS:
+                # Of parts it needs a collective of its own.
+                size = sum(map(nbytes, self.eqns[k].outvars))
+                graph.edge(graph.inside, k, 2 * _SHARE * size + latency)
         for x in self.variables:
             maker = state.get(x, made.get(x, graph.outside))
             readers: list[Hashable] = [

@@ -115,19 +115,23 @@ class Shares:
         """
         cutting = [{n for each in of for n in each} for of in names]
         used = [n for n in self._names if any(n in of for of in cutting)]
-        sent = []
-        for x, of in zip(parts, cutting, strict=True):
+        sent, away = list[jax.Array](), list[int]()
+        found: dict[int, jax.Array] = {}
+        for k, (x, of) in enumerate(zip(parts, cutting, strict=True)):
             x = x.reshape(*self._sizes, *x.shape[1:])
             for axis, name in reversed([*enumerate(self._names)]):
-                if name not in used:  # Devices have the same arrays.
+                if name not in used or not of:  # Devices have the same arrays.
                     x = _at(x, name, axis)
+            if not of:
+                found[k] = x
+                continue
+            away.append(k)
             copies = [n for n in used if n not in of]
             sent.append(self._divided(x, used, copies))
         received = self._exchanged(sent, used)
-        return [
-            self._joined(x, used, of, part.shape[1:])
-            for x, of, part in zip(received, names, parts, strict=True)
-        ]
+        for k, x in zip(away, received, strict=True):
+            found[k] = self._joined(x, used, names[k], parts[k].shape[1:])
+        return [found[k] for k in range(len(parts))]
 
     def _divided(
         self, x: jax.Array, used: Sequence[str], copies: Sequence[str]

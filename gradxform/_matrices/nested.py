@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradxform._jax import jaxprs, versions
+from gradxform._jax.programs import OPERATIONS, Runs, program
 from gradxform._jax.versions import Op
 
 if TYPE_CHECKING:
@@ -43,27 +44,16 @@ class Inside(NamedTuple):
 
 
 def programs(eqn: JaxprEqn) -> list[Inside]:
-    """The programs that an equation runs; none if it runs none."""
+    """The programs that an equation runs, and whose variables are known there."""
     name = jaxprs.name_of(eqn)
     if name in _KINDS:
         return [*_KINDS[name](eqn)]
-    if any(True for _ in jaxprs.inside(eqn)) and name not in _OF_ENTRIES:
-        return [_plain(versions.opened(eqn).jaxpr, eqn)]
+    if OPERATIONS.get(name) in (Runs.ONCE, Runs.DERIVED):
+        jaxpr = program(eqn).jaxpr
+        operands = map(Same, jaxpr.invars, eqn.invars)
+        results = map(Same, jaxpr.outvars, eqn.outvars)
+        return [Inside(jaxpr, [*operands], [*results], [])]
     return []
-
-
-# The program of a scatter or a reduction is for two entries.
-_OF_ENTRIES = versions.SCATTERS | versions.REDUCTIONS | versions.WINDOWS | {"reduce"}
-
-
-def _plain(jaxpr: Jaxpr, eqn: JaxprEqn) -> Inside:
-    operands = map(Same, jaxpr.invars, eqn.invars)
-    return Inside(jaxpr, [*operands], [*map(Same, jaxpr.outvars, eqn.outvars)], [])
-
-
-def _called(eqn: JaxprEqn) -> Iterator[Inside]:
-    inside: Any = eqn.params["jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"]
-    yield _plain(getattr(inside, "jaxpr", inside), eqn)
 
 
 def _branches(eqn: JaxprEqn) -> Iterator[Inside]:
@@ -97,13 +87,8 @@ def _while(eqn: JaxprEqn) -> Iterator[Inside]:
     yield Inside(body, operands, results, carried)
 
 
-_KINDS = {
-    Op.CALL: _called,
-    Op.CHECKPOINT: _called,
+_KINDS: dict[str, Callable[[JaxprEqn], Iterator[Inside]]] = {
     Op.COND: _branches,
-    Op.CUSTOM_JVP: _called,
-    Op.CUSTOM_VJP: _called,
-    Op.JIT: _called,
     Op.SCAN: _scan,
     Op.WHILE: _while,
 }
