@@ -1,9 +1,9 @@
 """Cores of an update: the parts of its jaxpr that need whole matrices.
 
-A core reads some arrays and makes some, for each matrix: its gradient, momenta, factors,
-eigenbases. In it are the operations on the matrices of one parameter: products,
-decompositions. Where it begins and ends the fewest bytes pass. Arrays of the state may
-lie where the matrices are: then they do not pass at all.
+A core reads some arrays and makes some, for each matrix: its gradient, momenta,
+factors, eigenbases. In it are the operations on the matrices of one parameter:
+products, decompositions. Where it begins and ends the fewest bytes pass. Arrays of the
+state may lie where the matrices are: then they do not pass at all.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ Axes: TypeAlias = tuple[int | None, ...]
 
 # Each device may read fewer entries as a whole, and compute with them.
 FEW = 64
+_SHOWN = 4  # Operands in a message.
 
 
 class MatrixCore(NamedTuple):
@@ -356,11 +357,15 @@ class NoCoreError(TypeError):
 
 
 def _refuse(eqn: JaxprEqn, why: str) -> NoReturn:
-    shapes = ", ".join(_described(x) for x in eqn.invars if jaxprs.is_variable(x))
+    shapes = [_described(x) for x in eqn.invars if jaxprs.is_variable(x)]
+    shapes = shapes[:_SHOWN] + ["…"] * (len(shapes) > _SHOWN)
+    hint = "Keep it outside of whole_matrices"
+    if jaxprs.name_of(eqn) == Op.COND:
+        hint = "Put gates, and all that decides, around whole_matrices"
     raise NoCoreError(
         "whole_matrices takes an update that treats the matrices of each parameter by "
-        f"themselves, but {jaxprs.place(eqn)} {why}, with {shapes or 'no operand'}. Keep "
-        "it outside of whole_matrices, or have the arrays whole on each device."
+        f"themselves, but {jaxprs.place(eqn)} {why}, with {', '.join(shapes)}. {hint}, "
+        "or have the arrays whole on each device."
     )
 
 

@@ -38,7 +38,9 @@ def optimizer(init_one, update_one, *, with_key=False):
 
     def init(params):
         def one(p):
-            return stacked(init_one, p.ndim, 0)(p.astype("float32")) if p.ndim > 1 else ()
+            return (
+                stacked(init_one, p.ndim, 0)(p.astype("float32")) if p.ndim > 1 else ()
+            )
 
         key = jax.random.key(0) if with_key else None
         leaves = jax.tree.map(one, params)
