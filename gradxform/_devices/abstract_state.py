@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -13,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh
+from gradxform._jax import jaxprs, programs, versions
 from gradxform._trees.placeholders import Placeholder, owned, state_for
 from gradxform._trees.types import Param, Path, PyTree, Shape
 
@@ -97,8 +99,14 @@ def abstract_state(
     )
     owners = _owners(tx.init, described, state, list(given))
 
+    said = (
+        _said(tx.init, params, whole.mesh) if isinstance(whole, NamedSharding) else {}
+    )
+
     def place(path: Path, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding, owner = whole, owners.get(path)
+        sharding, owner = said.get(path, whole), owners.get(path)
+        if path in said:
+            return x.update(sharding=sharding)
         if owner is not None and isinstance(whole, NamedSharding):
             p, shapes = given[owner], (x.shape, sizes.get(path, ()))
             spec = _spec(shapes, (p.shape, lengths[owner]), p.sharding)
@@ -106,6 +114,39 @@ def abstract_state(
         return x.update(sharding=sharding)
 
     return jax.tree.map_with_path(place, state)
+
+
+def _said(
+    init: optax.TransformInitFn,
+    params: PyTree[Param],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> dict[Path, NamedSharding]:
+    """Where ``init`` itself puts arrays, by their paths."""
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if mesh.explicit_axes:  # Types have shardings there.
+        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+        params = jax.tree.map(
+            lambda p: _described(p).update(sharding=p.sharding), params
+        )
+    else:
+        params = jax.tree.map(_described, params)
+    try:
+        with context:
+            closed, state = jax.make_jaxpr(init, return_shape=True)(params)
+    except Exception:  # An ``init`` that knows no explicit axes may raise any.
+        return {}
+    jaxpr = programs.inlined(closed).jaxpr
+    puts = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    found: dict[Path, NamedSharding] = {}
+    paths = (path for path, _ in jax.tree.leaves_with_path(state))
+    for path, x in zip(paths, jaxpr.outvars, strict=True):
+        eqn = puts.get(x) if jaxprs.is_variable(x) else None
+        if eqn is None or jaxprs.name_of(eqn) not in versions.SAME_VALUES:
+            continue
+        there = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+        if isinstance(there, NamedSharding):
+            found[path] = NamedSharding(mesh, there.spec)
+    return found
 
 
 def _whole(params: PyTree[Param]) -> _Place:

@@ -117,7 +117,7 @@ def whole_matrices(
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
-        placed = placements.found(args, shardings)
+        placed = placements.found(inner.init, args, shardings)
         if names := _manual_axes():
             _check_whole(inner, args, names)
         elif not placed.is_one_device:
@@ -126,7 +126,48 @@ def whole_matrices(
                 return step.on(placed)
         return inner.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        return _where_matrices_are(inner, params, state, shardings)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _where_matrices_are(
+    inner: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+    shardings: Prefix[jax.sharding.Sharding] | None,
+) -> optax.OptState:
+    """A new state: arrays of matrices are on the devices that have the matrices.
+
+    It stays as it is where nobody knows these devices yet, and where an update needs
+    more than gradients.
+    """
+    args: Args = params, params, state, {}
+    if _manual_axes():
+        return state
+    try:
+        placed = placements.found(inner.init, args, shardings)
+        mesh = placed.mesh
+        if mesh is None or placed.is_one_device:
+            return state
+        step = CutStep.of(inner, args)
+    except Exception:  # Of other parameters, or without extra arguments, it may be any.
+        return state
+    leaves, treedef = jax.tree.flatten(state)
+    start = len(step.leaves) - len(leaves)
+    is_explicit = bool(placed.types)
+    context = jax.sharding.get_abstract_mesh()
+    if is_explicit and (context.empty or mesh.axis_names != mesh.explicit_axes):
+        return state  # JAX makes no such array without the context.
+    for n, names in step.there(placed).items():
+        sharding = NamedSharding(mesh, placements.spec_of(names))
+        put: Callable[..., jax.Array] = (
+            jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+        )
+        leaves[n - start] = put(leaves[n - start], sharding)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +222,7 @@ class CutStep:
         if placed.mesh is None:
             raise ValueError(_UNKNOWN)
         arrays = [*self.closed.consts, *(self.leaves[n] for n in self.given)]
-        sizes = {name: n for name, n in placed.mesh.shape.items() if n > 1}
-        layout = Layout.of(self.update, self._arguments(placed), sizes)
+        layout = Layout.of(self.update, self._arguments(placed), _sizes(placed.mesh))
         run = functools.partial(self.run, groups=layout.groups())
         if placed.types:
             meshes.check_parts("updates", self.leaves, ())
@@ -191,13 +231,29 @@ class CutStep:
             results = run(arrays, mesh=placed.mesh)
         return jax.tree.unflatten(self.structure, results)
 
+    def there(self, placed: Placements) -> dict[int, Names]:
+        """How the mesh should cut leaves of the state that lie where matrices are."""
+        assert placed.mesh is not None
+        if not self.update.of_matrices:
+            return {}
+        arguments = self._arguments(placed._replace(known=frozenset()))
+        try:
+            layout = Layout.of(self.update, arguments, _sizes(placed.mesh))
+        except cores.NoCoreError:  # An update raises it.
+            return {}
+        pairs = zip(self.given, self.closed.jaxpr.invars, strict=True)
+        return {n: layout.names[x] for n, x in pairs if x in layout.there}
+
     def _arguments(self, placed: Placements) -> Arguments:
         """The variables of arguments, and where they lie."""
         outvars = self.closed.jaxpr.outvars
         variables = dict(zip(self.given, self.closed.jaxpr.invars, strict=True))
         names = {x: placed.names[n] for n, x in variables.items() if n in placed.names}
-        pairs = [*zip(outvars, self.replaces, strict=True)]
-        pairs = [(y, n) for y, n in pairs if jaxprs.is_variable(y) and n in variables]
+        pairs = [
+            (y, n)
+            for y, n in zip(outvars, self.replaces, strict=True)
+            if jaxprs.is_variable(y) and n in variables
+        ]
         return Arguments(
             names,
             frozenset(x for n, x in variables.items() if n in placed.known),
@@ -297,6 +353,11 @@ def _run_group(
     for core, made in zip(group.cores, results, strict=True):
         env.update(zip(core.makes, made, strict=True))
     return [x for made in results for x in made]
+
+
+def _sizes(mesh: AnyMesh) -> dict[str, int]:
+    """The mesh axes of several devices."""
+    return {name: n for name, n in mesh.shape.items() if n > 1}
 
 
 def _uncut(x: Any) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Small optimizers of matrices, as people write them: for a leaf, or by vmap over stacks.
+"""Small optimizers of matrices, as people write them: of a leaf, of stacks by vmap.
 
 Factors begin with full rank: those of zeros have eigenbases that are arbitrary.
 """
@@ -53,7 +53,7 @@ def optimizer(init_one, update_one, *, with_key=False):
         if with_key:
             key, *keys = jax.random.split(state.key, len(flat) + 1)
         made, new = [], []
-        for g, leaf, p, k in zip(flat, old, weights, keys, strict=True):
+        for g, before, p, k in zip(flat, old, weights, keys, strict=True):
             if g.ndim < 2:
                 u, leaf = g, ()
             else:
@@ -63,7 +63,7 @@ def optimizer(init_one, update_one, *, with_key=False):
                     each = jax.random.split(k, count).reshape(g.shape[:-2])
                 axes = 0, 0, 0, None, 0 if with_key else None
                 f = stacked(update_one, g.ndim, axes)
-                u, leaf = f(g.astype("float32"), leaf, p, state.count, each)
+                u, leaf = f(g.astype("float32"), before, p, state.count, each)
             made.append(-0.1 * u.astype(g.dtype))
             new.append(leaf)
         state = State(state.count + 1, key, treedef.unflatten(new))
