@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # (name of the operation, inputs, equation) -> results, or None
-Rule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
+EquationRule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
 
 # What may be done with a leaf before something reads slices of it.
 _FOLLOWS = versions.SAME_VALUES | versions.OF_ONE_ENTRY | {Op.RESHAPE, Op.TRANSPOSE}
@@ -25,7 +25,9 @@ _FOLLOWS = versions.SAME_VALUES | versions.OF_ONE_ENTRY | {Op.RESHAPE, Op.TRANSP
 _CONSTANT = int, float, complex, np.generic, np.ndarray
 
 
-def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any]:
+def run(
+    jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule | None = None
+) -> list[Any]:
     """The results of a jaxpr.
 
     ``rule(name, inputs, eqn)`` gives those of an equation, by the name of its
@@ -91,7 +93,7 @@ def constant_off_cpu(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
 
 
 def advance(
-    eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
+    eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: EquationRule | None = None
 ) -> None:
     """Adds the results of some equations to the values of variables."""
     from jax.extend.core import Literal

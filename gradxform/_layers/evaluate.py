@@ -16,9 +16,8 @@ from gradxform._layers import layer_loop, tpu
 from gradxform._layers import layers as layered
 from gradxform._layers.forward import Forward, LayerResults, Use
 from gradxform._layers.stacks import Scan, StackVariable
-from gradxform._layers.step_leaves import ByIndex
 from gradxform._trees import maps
-from gradxform._trees.types import Path, T
+from gradxform._trees.types import ByIndex, Path, T
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -95,7 +94,7 @@ def evaluate(
 
 
 @dataclasses.dataclass
-class _Reader:
+class _Evaluation:
     """Reads stacks that nothing changes.
 
     Attributes:
@@ -113,7 +112,7 @@ class _Reader:
         self, scan: Scan, inputs: list[Any], layer_results: LayerResults
     ) -> list[jax.Array]:
         """The results of a scan over stacks."""
-        stacks = {n: x.placed(self.arrays[n]) for n, x in scan.stacked.items()}
+        stacks = {n: x.readable(self.arrays[n]) for n, x in scan.stacked.items()}
         self.scanned.update(stacks)
         results, _, _ = layer_loop.over_layers(
             scan, inputs, stacks, layer_results, keeps_carries=False
@@ -145,10 +144,10 @@ def _by_layers(
     }
     with jax.disable_jit(False):  # Otherwise it would unroll each scan.
         closed, shapes = jax.make_jaxpr(of_stacks, return_shape=True)(types)
-    reader = _Reader(dict(stacks))
+    reader = _Evaluation(dict(stacks))
     variables = [StackVariable(n, structures.path_str(names[n])) for n in stacks]
-    closed = programs.placed(closed)
-    program = programs.Program(closed.jaxpr, closed.consts)
+    closed = programs.with_placements(closed)
+    program = programs.InnerProgram(closed.jaxpr, closed.consts)
     results = Forward(reader).results(program, variables)
     for x in variables:
         if x.index not in reader.scanned:

@@ -16,18 +16,18 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, programs, versions
-from gradxform._jax.programs import Program, Runs
+from gradxform._jax.programs import InnerProgram, Runs
 from gradxform._jax.versions import Op
 from gradxform._layers.stacks import Scan, StackVariable
-from gradxform._layers.step_leaves import ByIndex
 from gradxform._numbers import arithmetic
 from gradxform._slices.rules import shape_of
+from gradxform._trees.types import ByIndex
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Literal, Var
 
 # An array, or a stack that waits.
-Value: TypeAlias = "jax.Array | StackVariable"
+Operand: TypeAlias = "jax.Array | StackVariable"
 # Operands of a scan's body -> its results
 LayerResults: TypeAlias = Callable[[list[Any]], list[jax.Array]]
 
@@ -45,7 +45,7 @@ class Use(NamedTuple):
         return is_scan and self.operand >= sum(versions.scan_lengths(self.eqn))
 
 
-class Reader(Protocol):
+class StackReader(Protocol):
     """How stacks are read.
 
     Attributes:
@@ -75,19 +75,23 @@ class Forward:
       checkpoints: the options of each ``jax.checkpoint`` that it is inside of.
     """
 
-    reader: Reader
+    reader: StackReader
     checkpoints: tuple[Mapping[str, Any], ...] = ()  # Also policies of users.
 
-    def results(self, program: Program, inputs: Sequence[Value]) -> list[jax.Array]:
+    def results(
+        self, program: InnerProgram, inputs: Sequence[Operand]
+    ) -> list[jax.Array]:
         """The results of a program, as arrays."""
         return [self._array(x, None) for x in self._run(program, inputs)]
 
-    def _run(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+    def _run(self, program: InnerProgram, inputs: Sequence[Operand]) -> list[Operand]:
         if not self.checkpoints:
             return program.run(inputs, self._apply)
         return self._run_apart(program, inputs)
 
-    def _run_apart(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+    def _run_apart(
+        self, program: InnerProgram, inputs: Sequence[Operand]
+    ) -> list[Operand]:
         """With a checkpoint for each group of equations between those that read stacks.
 
         A scan over stacks needs none: each of its layers is computed again anyway.
@@ -132,8 +136,8 @@ class Forward:
             env.update(zip(makes, f(jaxprs.read(env, reads)), strict=True))
 
     def _apply(
-        self, name: str, inputs: list[Value], eqn: JaxprEqn
-    ) -> Sequence[Value] | None:
+        self, name: str, inputs: list[Operand], eqn: JaxprEqn
+    ) -> Sequence[Operand] | None:
         """The results of an equation that reads stacks; None for any other one."""
         if not any(isinstance(x, StackVariable) for x in inputs):
             return None
@@ -158,20 +162,20 @@ class Forward:
         options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
         return dataclasses.replace(self, checkpoints=(options, *self.checkpoints))
 
-    def _whole(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
+    def _whole(self, eqn: JaxprEqn, inputs: list[Operand]) -> list[jax.Array]:
         uses = (Use(eqn, k) for k in range(len(inputs)))
         return versions.bind(eqn, list(map(self._array, inputs, uses)))
 
-    def _array(self, x: Value, use: Use | None) -> jax.Array:
+    def _array(self, x: Operand, use: Use | None) -> jax.Array:
         return self.reader.whole(x, use) if isinstance(x, StackVariable) else x
 
-    def _beside(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+    def _beside(self, eqn: JaxprEqn, inputs: list[Operand]) -> list[Operand]:
         """The results of a barrier: stacks go past it."""
         others = [x for x in inputs if not isinstance(x, StackVariable)]
         new = iter(versions.bind(eqn, others) if others else others)
         return [x if isinstance(x, StackVariable) else next(new) for x in inputs]
 
-    def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
+    def _scan(self, eqn: JaxprEqn, inputs: list[Operand]) -> list[jax.Array]:
         """The results of a scan, which may go over stacks, and read others inside."""
         num_consts, _ = versions.scan_lengths(eqn)
         stacks: dict[int, StackVariable] = {}
@@ -210,12 +214,12 @@ class Forward:
         """The same within a loop or a conditional, which need no checkpoint."""
         return dataclasses.replace(self, checkpoints=())
 
-    def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
+    def _while(self, eqn: JaxprEqn, inputs: list[Operand]) -> list[jax.Array]:
         num_ends = eqn.params["cond_nconsts"]
         start = num_ends + eqn.params["body_nconsts"]
         operands = self._operands(eqn, inputs, start)
         ends, body = (
-            Program(x.jaxpr, x.consts)
+            InnerProgram(x.jaxpr, x.consts)
             for x in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
         )
         inside = self._of_loop()
@@ -236,23 +240,23 @@ class Forward:
 
         return jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), turn, operands[start:])
 
-    def _cond(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
+    def _cond(self, eqn: JaxprEqn, inputs: list[Operand]) -> list[jax.Array]:
         index, *operands = inputs
         inside = self._of_loop()
 
-        def branch(program: Program) -> list[jax.Array]:
+        def branch(program: InnerProgram) -> list[jax.Array]:
             return inside.results(program, operands)
 
-        branches = [Program(x.jaxpr, x.consts) for x in eqn.params["branches"]]
+        branches = [InnerProgram(x.jaxpr, x.consts) for x in eqn.params["branches"]]
         sides = [functools.partial(branch, program) for program in branches]
         return jax.lax.switch(self._array(index, Use(eqn, 0)), sides)
 
     def _operands(
-        self, eqn: JaxprEqn, inputs: Sequence[Value | None], num_consts: int
+        self, eqn: JaxprEqn, inputs: Sequence[Operand | None], num_consts: int
     ) -> list[Any]:
         """Inputs of a loop, where stacks may be among the first constants alone."""
 
-        def operand(k: int, x: Value | None, of: Var | Literal) -> Any:
+        def operand(k: int, x: Operand | None, of: Var | Literal) -> Any:
             if x is None or (k < num_consts and isinstance(x, StackVariable)):
                 return x
             return jaxprs.as_array(self._array(x, Use(eqn, k)), of)
@@ -261,7 +265,7 @@ class Forward:
 
 
 # These run programs in turns, or one of several. A scan is the third.
-_CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Value]], list[jax.Array]]] = {
+_CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Operand]], list[jax.Array]]] = {
     Op.COND: Forward._cond,
     Op.WHILE: Forward._while,
 }

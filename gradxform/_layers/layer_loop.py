@@ -13,7 +13,7 @@ import numpy as np
 from gradxform._devices import host
 from gradxform._layers import tpu
 from gradxform._layers.stacks import Scan
-from gradxform._layers.step_leaves import ByIndex
+from gradxform._trees.types import ByIndex
 
 # The indices of layers: a constant, or an array that waits for something.
 LayerIndices: TypeAlias = np.ndarray | jax.Array

@@ -23,15 +23,16 @@ import jax.numpy as jnp
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
-from gradxform._jax.programs import Program
+from gradxform._jax.programs import InnerProgram
 from gradxform._jax.versions import Op
 from gradxform._layers import layer_loop, tpu
-from gradxform._layers.by_layer import LayerParts, OfLayer
+from gradxform._layers.by_layer import Contributions, OfLayer
 from gradxform._layers.forward import Forward, LayerResults, Use
 from gradxform._layers.layer_loop import LayerIndices
 from gradxform._layers.stacks import Scan, StackVariable
-from gradxform._layers.step_leaves import ByIndex, Layer
+from gradxform._layers.step_leaves import Layer
 from gradxform._numbers import constants
+from gradxform._trees.types import ByIndex
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr
@@ -54,7 +55,7 @@ class ScanPass:
       is_needed: whether the loss has a derivative by its results.
       wholes: whole arrays, which the backward pass replaces.
       apply: what it does with a layer; None: it only finds out ``is_needed``.
-      parts: what ``apply`` gave for each layer.
+      contributions: what ``apply`` gave for each layer.
     """
 
     scan: Scan
@@ -67,7 +68,7 @@ class ScanPass:
     is_needed: bool = True
     wholes: ByIndex = dataclasses.field(default_factory=dict)
     apply: OfLayer | None = None
-    parts: LayerParts = dataclasses.field(default_factory=dict)
+    contributions: Contributions = dataclasses.field(default_factory=dict)
 
     def results(
         self, inputs: ByIndex, always: jax.Array
@@ -161,10 +162,10 @@ class ScanPass:
             kept = self._written(kept, of_parts, i)
             in_order = [n for n in tpu.backwards(scan) if n in parts]
             of_layer = {n: of_parts[n] for n in in_order}
-            wholes, parts_of_layer = apply(Layer(i, parts, of_layer), wholes)
+            wholes, contributed = apply(Layer(i, parts, of_layer), wholes)
             ahead = tpu.ahead(read, self._stacks(wholes)[0], following)
             carried = wholes, ahead, others, kept, sums, of_carry
-            return carried, (of_scanned, parts_of_layer)
+            return carried, (of_scanned, contributed)
 
         stacks = {n: self.stacks[n] for n in scan.stacked}
         others = {n: x for n, x in stacks.items() if n not in self.applied}
@@ -179,7 +180,7 @@ class ScanPass:
         }
         first, following = layer_loop.one_ahead(self.each, reverse=not scan.is_reverse)
         ahead = tpu.ahead(read, self._stacks(wholes)[0], first)
-        last, (of_scanned, self.parts) = jax.lax.scan(
+        last, (of_scanned, self.contributions) = jax.lax.scan(
             layer,
             (wholes, ahead, others, kept, sums, of_last),
             (self.each, following, carries, operands[start:], of_ys),
@@ -324,7 +325,7 @@ class LossReader:
     ) -> list[jax.Array]:
         """The results of a scan, which is one more pass."""
         for n, stacked in scan.stacked.items():
-            self.arrays[n] = stacked.placed(self.arrays[n])
+            self.arrays[n] = stacked.readable(self.arrays[n])
         learning = {x.index for x in scan.stacks.values() if self._learns(x)}
         each = layer_loop.layer_indices(scan)
         own = ScanPass(scan, layer_results, learning, self.arrays, self.kept, each)
@@ -429,7 +430,7 @@ class BackwardPass:
 
     def run(
         self, wholes: Sequence[ByIndex], applies: Sequence[OfLayer]
-    ) -> tuple[list[ByIndex], ByIndex, LayerParts]:
+    ) -> tuple[list[ByIndex], ByIndex, Contributions]:
         """Goes through the loss, from its end to its beginning.
 
         There are whole arrays, and a function to call with gradients, for each scan.
@@ -442,9 +443,11 @@ class BackwardPass:
         for own, given, apply in reversed(triples):
             arrays.update({n: given[n] for n in own.scan.stacked})
             own.wholes = {n: x for n, x in given.items() if n not in own.scan.stacked}
-            own.apply, own.parts = apply, {}
+            own.apply, own.contributions = apply, {}
         of_leaves = self.pull()
-        of_layers = {k: x for own in self.passes for k, x in own.parts.items()}
+        of_layers: Contributions = {}
+        for own in self.passes:
+            of_layers |= own.contributions
         found = [
             {n: arrays[n] for n in own.scan.stacked} | own.wholes for own in self.passes
         ]
@@ -473,7 +476,7 @@ def forward(
     def loss(dense: ByIndex, inside: jax.Array) -> Any:
         reader.always = inside
         inputs = [stacks[n] if n in stacks else dense[n] for n in leaves]
-        program = Program(closed.jaxpr, closed.consts)
+        program = InnerProgram(closed.jaxpr, closed.consts)
         results = Forward(reader).results(program, inputs)
         inside, reader.always = reader.always, always
         return (results[0], inside), results
