@@ -185,7 +185,7 @@ class LeafVariable:
     Attributes:
       index: that of the leaf.
       path: its path.
-      equations: they, one after another. Each has one operand.
+      equations: they, one after another. Each has one operand beside numbers.
     """
 
     index: int
@@ -203,15 +203,28 @@ class LeafVariable:
 
 
 def evaluated(eqns: Iterable[JaxprEqn], x: jax.Array) -> jax.Array:
-    """The result of equations of one operand, one after another."""
+    """The result of equations of one operand and numbers, one after another."""
     for eqn in eqns:
-        (x,) = versions.bind(eqn, [x])
+        (variable,) = filter(is_variable, eqn.invars)
+        (x,) = versions.bind(eqn, read({variable: x}, eqn.invars))
     return x
 
 
 def follows(eqn: JaxprEqn) -> bool:
-    """Whether each slice of the result is made of one slice of the only operand."""
-    return name_of(eqn) in _FOLLOWS
+    """Whether each slice of the result is made of one slice of the only array."""
+    if name_of(eqn) in _FOLLOWS:
+        return True
+    return name_of(eqn) in versions.ELEMENTWISE and len(_arrays(eqn)) == 1
+
+
+def operand(eqn: JaxprEqn) -> int:
+    """The position of the only array among an equation's operands."""
+    return _arrays(eqn)[0]
+
+
+def _arrays(eqn: JaxprEqn) -> list[int]:
+    """The positions of operands that are no numbers of the program."""
+    return [k for k, x in enumerate(eqn.invars) if is_variable(x)]
 
 
 def derived_from(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:

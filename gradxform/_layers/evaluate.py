@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -11,13 +11,15 @@ import optax
 
 from gradxform._checks import keywords, structures
 from gradxform._devices import host
-from gradxform._jax import programs, versions
-from gradxform._layers import layer_loop, tpu
+from gradxform._jax import jaxprs, programs, versions
+from gradxform._jax.versions import Op
 from gradxform._layers import layers as layered
-from gradxform._layers.forward import Forward, LayerResults, Use
-from gradxform._layers.stacks import Scan, StackVariable
+from gradxform._layers import tpu
+from gradxform._layers.forward import Forward, Use
+from gradxform._layers.stacks import StackVariable
+from gradxform._layers.turns import EvaluationReader
 from gradxform._trees import maps
-from gradxform._trees.types import ByIndex, Path, T
+from gradxform._trees.types import Path, T
 
 P = ParamSpec("P")
 R_co = TypeVar("R_co", covariant=True)
@@ -79,6 +81,7 @@ def evaluate(
 
     def evaluated(params: optax.Params, /, *args: Any, **kwargs: Any) -> R_co:
         paths = layered.paths_of(layers, params)
+        args, kwargs = host.to_device((args, kwargs))
 
         def of_params(params: optax.Params) -> R_co:
             if not paths:
@@ -91,38 +94,6 @@ def evaluate(
         return results
 
     return cast(Evaluated[P, R_co], keywords.Jitted(evaluated, trees=1))
-
-
-@dataclasses.dataclass
-class _Evaluation:
-    """Reads stacks that nothing changes.
-
-    Attributes:
-      arrays: the stacks, by their indices.
-      scanned: the indices of those that came by layers so far.
-      uses: the first operand for which a stack came whole, by its index.
-    """
-
-    arrays: ByIndex
-    scanned: set[int] = dataclasses.field(default_factory=set)
-    uses: dict[int, Use | None] = dataclasses.field(default_factory=dict)
-    is_differentiated: bool = False
-
-    def scan(
-        self, scan: Scan, inputs: list[Any], layer_results: LayerResults
-    ) -> list[jax.Array]:
-        """The results of a scan over stacks."""
-        stacks = {n: x.readable(self.arrays[n]) for n, x in scan.stacked.items()}
-        self.scanned.update(stacks)
-        results, _, _ = layer_loop.over_layers(
-            scan, inputs, stacks, layer_results, keeps_carries=False
-        )
-        return results
-
-    def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
-        """All of a variable."""
-        self.uses.setdefault(stack.index, use)
-        return stack.whole(self.arrays[stack.index])
 
 
 def _by_layers(
@@ -144,15 +115,25 @@ def _by_layers(
     }
     with jax.disable_jit(False):  # Otherwise it would unroll each scan.
         closed, shapes = jax.make_jaxpr(of_stacks, return_shape=True)(types)
-    reader = _Evaluation(dict(stacks))
+    reader = EvaluationReader(dict(stacks), itertools.count(len(leaves)))
     variables = [StackVariable(n, structures.path_str(names[n])) for n in stacks]
     closed = programs.with_placements(closed)
     program = programs.InnerProgram(closed.jaxpr, closed.consts)
     results = Forward(reader).results(program, variables)
     for x in variables:
-        if x.index not in reader.scanned:
-            raise ValueError(
-                f"{x.path!r} is one of layers, but no jax.lax.scan of f goes over its "
-                "layers. Leave it out of layers: then it comes whole."
-            )
+        if x.path not in reader.scanned:
+            raise ValueError(_unscanned(x.path, reader.uses.get(x.path)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _unscanned(path: str, use: Use | None) -> str:
+    """Why the layers of a stack came at once, and what to do."""
+    why, hint = "no jax.lax.scan of f goes over its layers", "Leave"
+    if use:
+        why += f": {jaxprs.place(use.eqn)} takes the whole stack"
+        if jaxprs.name_of(use.eqn) == Op.SHARD_MAP:
+            hint = "Put jax.shard_map around gx.evaluate. Or leave"
+    return (
+        f"{path!r} is one of layers, but {why}. {hint} {path!r} out of layers: then it "
+        "comes whole."
+    )

@@ -27,7 +27,7 @@ from gradxform._jax.programs import InnerProgram
 from gradxform._jax.versions import Op
 from gradxform._layers import layer_loop, tpu
 from gradxform._layers.by_layer import Contributions, OfLayer
-from gradxform._layers.forward import Forward, LayerResults, Use
+from gradxform._layers.forward import Forward, Operand, Use
 from gradxform._layers.layer_loop import LayerIndices
 from gradxform._layers.stacks import Scan, StackVariable
 from gradxform._layers.step_leaves import Layer
@@ -35,7 +35,7 @@ from gradxform._numbers import constants
 from gradxform._trees.types import ByIndex
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 @dataclasses.dataclass(eq=False)
@@ -46,7 +46,6 @@ class ScanPass:
 
     Attributes:
       scan: the scan.
-      layer_results: the results of its body.
       learning: the indices of its stacks that may get a gradient from it.
       stacks: all stacks, for all scans.
       kept: the gradients of stacks, as far as scans after it have given them.
@@ -59,7 +58,6 @@ class ScanPass:
     """
 
     scan: Scan
-    layer_results: LayerResults
     learning: set[int]
     stacks: ByIndex
     kept: ByIndex
@@ -89,7 +87,7 @@ class ScanPass:
                 self.scan,
                 [values.get(k) for k in range(len(self.scan.eqn.invars))],
                 {n: self.stacks[n] for n in self.scan.stacked},
-                self.layer_results,
+                self.scan.layer_results,
                 keeps_carries=True,
             )
             self.stacks.update(read)  # Whoever reads them later does so after it.
@@ -224,7 +222,7 @@ class ScanPass:
         def results(learning: ByIndex, active: ByIndex) -> ByIndex:
             filled = [active.get(k, x) for k, x in enumerate(inputs)]
             layer = self.scan.with_layers(filled, parts | learning)
-            found = self.layer_results(layer)
+            found = self.scan.layer_results(layer)
             return {k: found[k] for k in of_results}
 
         _, pull = jax.vjp(results, learning, {k: inputs[k] for k in active})
@@ -246,7 +244,7 @@ class ScanPass:
         }
 
         def joined(moved: ByIndex, others: ByIndex) -> list[jax.Array]:
-            return self.layer_results([(moved | others)[k] for k in types])
+            return self.scan.layer_results([(moved | others)[k] for k in types])
 
         active = set(inputs)
         while True:
@@ -318,21 +316,31 @@ class LossReader:
     read_whole: set[int] = dataclasses.field(default_factory=set)
     is_unsure: bool = False
     kept: ByIndex = dataclasses.field(default_factory=dict)
-    is_differentiated: bool = True
+
+    def by_layer(self, stack: StackVariable, scan: JaxprEqn) -> bool:
+        """Not with an io_callback: a backward pass would call it once more."""
+        del stack
+        return not jaxprs.calls_host(scan)
+
+    def inside(self, forward: Forward, eqn: JaxprEqn, inputs: list[Operand]) -> None:
+        """JAX differentiates loops, conditionals and custom derivatives as they are."""
 
     def scan(
-        self, scan: Scan, inputs: list[Any], layer_results: LayerResults
-    ) -> list[jax.Array]:
+        self, forward: Forward, scan: Scan, inputs: list[Operand]
+    ) -> list[Operand] | None:
         """The results of a scan, which is one more pass."""
+        if not scan.stacks:
+            return None
         for n, stacked in scan.stacked.items():
             self.arrays[n] = stacked.readable(self.arrays[n])
         learning = {x.index for x in scan.stacks.values() if self._learns(x)}
         each = layer_loop.layer_indices(scan)
-        own = ScanPass(scan, layer_results, learning, self.arrays, self.kept, each)
+        own = ScanPass(scan, learning, self.arrays, self.kept, each)
         self.passes.append(own)
-        given = {k: x for k, x in enumerate(inputs) if k not in scan.stacks}
-        results, self.always = own.results(given, self.always)
-        return results
+        others = {k: x for k, x in enumerate(inputs) if k not in scan.stacks}
+        arrays = forward.arrays(scan.eqn, others)
+        results, self.always = own.results(arrays, self.always)
+        return [*results]
 
     def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
         """All of a variable, by which the loss must have no derivative.
