@@ -42,19 +42,24 @@ def evaluate(
     .. math:: y = f(w, args)
 
     It is the forward pass of a step by layers alone: for losses and metrics of a test
-    set, and to sample from a model. It computes no gradient and keeps no activations. A
-    ``jax.lax.scan`` of ``f`` that goes over a stack reads one layer of it at a time. So
-    parameters on the host need room for about two layers on the device.
+    set, and to sample from a model. It keeps no activations. A ``jax.lax.scan`` of
+    ``f`` that goes over a stack reads one layer of it at a time. So parameters on the
+    host need room for about two layers on the device. ``f`` may take gradients by its
+    other arguments, as ``jax.grad`` by the inputs of a model: then a layer at a time
+    comes in their backward pass, too.
 
     Any number of scans may go over a stack, also within loops, conditionals and
     ``jax.jit``, such as the loop that samples one token after another. Then each turn
-    brings all layers once. A cache with an entry for each layer is an input of such a
-    scan, and one of its results. What else reads a stack gets the whole of it.
+    brings all layers once. What else reads a stack gets the whole of it.
+
+    A cache with an entry for each layer is an input of such a scan, and one of its
+    results. If it is a leaf of ``params`` that ``layers`` names, and a loop carries it,
+    it stays where it lies, as on the host: a layer of it comes, and goes back.
 
     Args:
       f: ``f(params, *args, **kwargs)`` returns any tree of arrays.
-      layers: paths of parameters, or of trees of them, as for :func:`minimize`.
-        Parameters beside them come whole.
+      layers: paths of parameters, or of trees of them, as for :func:`minimize`. All
+        else that lies on the host comes whole, other arguments too.
 
     Returns:
       The same function, jitted. To donate an argument, such as a cache, put ``jax.jit``

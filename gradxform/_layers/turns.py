@@ -70,9 +70,9 @@ class EvaluationReader:
         return True
 
     def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
-        """All of a variable. A result that a loop has carried stays where it is."""
+        """All of a variable, on the device; a result that is a stack stays there."""
         array = self.arrays[stack.index]
-        if use is None and stack.index in self.caches and stack.is_stack:
+        if use is None and stack.is_stack:
             return array
         self.uses.setdefault(stack.path, use)
         return stack.whole(array)
