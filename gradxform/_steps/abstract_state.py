@@ -133,7 +133,7 @@ def _whole(params: PyTree[Param]) -> _Whole:
     for name, other in others:
         if other != first:
             raise ValueError(
-                f"params lie apart: on {_words(first)} at {start}, and on "
+                f"params lie apart: {_words(first)} at {start}, and "
                 f"{_words(other)} at {name}. Put all parameters on one mesh, by "
                 "jax.device_put. NamedSharding(mesh, PartitionSpec()) is for one that "
                 "is whole on each device."
@@ -153,8 +153,8 @@ def _whole_of(name: str, p: Param) -> _Whole:
     )
     raise ValueError(
         f"params has {structures.describe(p)} at {name}, and its sharding is "
-        f"{sharding}{kind}, so nobody knows where its state lies. Outside of jit, put it on "
-        "its devices by jax.device_put(x, sharding), or give a jax.ShapeDtypeStruct("
+        f"{sharding}{kind}. Nobody knows where its state lies. Outside of jit, put it "
+        "on its devices by jax.device_put(x, sharding), or give a jax.ShapeDtypeStruct("
         "shape, dtype, sharding=sharding), with a NamedSharding or a "
         "SingleDeviceSharding."
     )
