@@ -27,6 +27,7 @@ Method = Literal["all", "latest", "ringleader"]
     gate=True,
     takes_none=True,
     needs={"local_step": "stale_count"},
+    reads=["worker"],
     kept=["means", "table"],  # Sums over all steps, and what is subtracted from them.
 )
 class WorkerMeanState(NamedTuple):
