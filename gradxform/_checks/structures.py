@@ -353,7 +353,7 @@ def check_own(
     state: optax.OptState, init: optax.TransformInitFn, params: optax.Params | None
 ) -> None:
     """Raises ``TypeError`` if ``init`` makes a state of other nodes or shapes."""
-    expected = None if params is None else state_for(init, params)
+    expected = None if params is None else state_for(init, maps.described(params))
     if expected is not None:
         check_own_state(state, expected)
         check_own_shapes(state, expected)

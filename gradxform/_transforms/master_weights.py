@@ -172,7 +172,7 @@ def master_weights(
         updates = boundary.summed_rows(updates)
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
-            with structures.own_state(state.inner_state, inner.init, wide):
+            with structures.own_state(state, init_fn, params):
                 updates, inner_state = inner.update(
                     updates, state.inner_state, wide, **extra
                 )
