@@ -66,7 +66,8 @@ def evaluate(
       around it: ``jax.jit(gx.evaluate(f, layers=...), donate_argnums=1)``.
 
     Raises:
-      ValueError: ``layers`` names no parameter, or one that no scan goes over.
+      ValueError: ``layers`` names no parameter, or one that no scan goes over; or one
+        on the host by which the result is differentiated.
       TypeError: ``layers`` is no sequence of paths; or ``f`` returns no arrays.
 
     References:
@@ -107,7 +108,11 @@ def _by_layers(
     """``f(params)``, with the layers of the stacks at these paths one by one."""
     leaves, treedef = maps.flatten(params)
     names = [path for path, _ in maps.leaves_with_path(params)]
-    stacks = {n: leaves[n] for n, name in enumerate(names) if name in paths}
+    stacks = {
+        n: host.undifferentiated(leaves[n], structures.path_str(name))
+        for n, name in enumerate(names)
+        if name in paths
+    }
     others = host.to_device([x for n, x in enumerate(leaves) if n not in stacks])
 
     def of_stacks(stacks: Mapping[int, jax.Array]) -> T:

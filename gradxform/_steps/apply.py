@@ -158,12 +158,8 @@ def _on_device(
         return gate.step(tx, grads, state, arrays, extra, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=loss, given=given)
-    try:
-        with boundary.explained(grads):
-            new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
-    except AttributeError:  # Another state has other fields.
-        structures.check_own_state(state, jax.eval_shape(tx.init, arrays))
-        raise
+    with boundary.explained(grads):
+        new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
     if arrays is not params:
         new = table_rows.with_rows(params, new)
     return cast(Params, new), state

@@ -426,6 +426,21 @@ def test_each_layer_calls_the_host_once():
     np.testing.assert_allclose(found, x, rtol=1e-5)
 
 
+@pytest.mark.skipif(losses.OLD, reason="JAX keeps no result in the host's memory")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_gradient_by_layers_on_the_host_is_refused(wrap):
+    """Not one by inputs, and none by the same parameters on the device."""
+    params = gx.on_host(start(), min_size=1)
+    loss = gx.evaluate(lambda p, x: jnp.sum(decode(p, x)[0]), layers=["decoder"])
+    words = (
+        r"gradient by 'decoder/\w+'.*host's memory.*minimize\(loss, tx, layers=...\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        wrap(jax.grad(loss))(params, X)
+    plain = jax.grad(lambda x: jnp.sum(decode(start(), x)[0]))(X)
+    check(wrap(jax.grad(loss, argnums=1))(params, X), plain)
+
+
 def test_arguments_by_keyword_and_no_layers():
     def f(params, x, *, scale):
         return decode(params, x)[0] * scale
