@@ -24,6 +24,8 @@ from importlib.util import find_spec
 import jax
 import ziamath
 from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
 from sphinx.util.inspect import TypeAliasForwardRef
 
 import gradxform
@@ -48,6 +50,7 @@ extensions = [
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_static_path = ["_static"]
+html_search_scorer = str(HERE / "scorer.js")
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
 html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
@@ -128,6 +131,7 @@ PICTURE = re.compile(
 )
 
 
+WORDS = re.compile(r"<!-- search: (.*) -->")
 ON_GITHUB = re.compile(r"\A> On GitHub.*\n+")
 SIGN = re.compile(r"(?<=\w)[(/](?=[\w\[{&])|(?<=[A-Za-z]{4})\.(?=[A-Za-z])")
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
@@ -191,6 +195,26 @@ def read_page(app, *names_and_source):
     source[0] = text
 
 
+class IndexWords(SphinxTransform):
+    """Makes entries of the index from a comment with words that users type.
+
+    The search puts a section first for a word that is a main entry of the index.
+    """
+
+    default_priority = 840  # Just before Sphinx collects the entries.
+
+    def apply(self, **_):
+        """Replaces each such comment of a page."""
+        for comment in [*self.document.findall(nodes.raw)]:
+            if found := WORDS.fullmatch(comment.astext().strip()):
+                (section,) = comment.parent["ids"][:1]
+                entries = [
+                    ("single", word, section, "main", None)
+                    for word in found[1].split(", ")
+                ]
+                comment.replace_self(addnodes.index(entries=entries))
+
+
 def show_math(self, node):
     """An equation as a picture of paths: no font, no script, the same everywhere."""
     block = isinstance(node, nodes.math_block)
@@ -250,6 +274,7 @@ def copy_notebooks(source, target):
 
 def setup(app):
     """Connects these to Sphinx."""
+    app.add_transform(IndexWords)
     app.add_html_math_renderer("paths", (show_math, None), (show_math, None))
     app.connect("missing-reference", resolve)
     app.connect("source-read", read_page)
