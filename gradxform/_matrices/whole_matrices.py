@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 
 from gradxform._checks import arguments
 from gradxform._devices import mesh as meshes
-from gradxform._jax import compilers, jaxprs, versions
+from gradxform._jax import compilers, jaxprs, programs, versions
 from gradxform._matrices import cores, exchange, placements
 from gradxform._matrices.cores import Matrices, MatrixCore, NoCoreError
 from gradxform._matrices.exchange import Cut
@@ -175,7 +175,7 @@ class CutStep:
         types = [_uncut(leaves[n]) for n in given]
         with cores.tracing():
             closed, results = jax.make_jaxpr(call, return_shape=True)(types)
-            closed = jaxprs.inlined(closed)
+            closed = programs.inlined(closed)
         structure: Any = jax.tree.structure(results)
         updates, params, state, _ = args
         start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))
