@@ -128,6 +128,7 @@ PICTURE = re.compile(
 )
 
 
+ON_GITHUB = re.compile(r"\A> On GitHub.*\n+")
 SIGN = re.compile(r"(?<=\w)[(/](?=[\w\[{&])|(?<=[A-Za-z]{4})\.(?=[A-Za-z])")
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
 COLAB = REPOSITORY.replace("github.com", "colab.research.google.com/github")
@@ -164,12 +165,14 @@ def list_group(heading):
 def read_page(app, *names_and_source):
     """Takes away what the tests need and a reader does not.
 
-    Links name texts and notebooks where they lie, and the site has pages of its own for
-    them. The empty line at the end of a doctest says that nothing is printed. A picture
-    with a twin for dark pages follows the theme of the site, which a reader may switch.
-    The list of notebooks gets their pictures, and the pages of the API get their names.
+    A first line is for who reads the file on GitHub. Links name texts and notebooks
+    where they lie, and the site has pages of its own for them. The empty line at the
+    end of a doctest says that nothing is printed. A picture with a twin for dark pages
+    follows the theme of the site, which a reader may switch. The list of notebooks gets
+    their pictures, and the pages of the API get their names.
     """
     page, source = names_and_source[0], names_and_source[-1]
+    source[0] = ON_GITHUB.sub("", source[0])
     source[0] = PICTURE.sub(r"![\2](\3){.only-light} ![\2](\1){.only-dark}", source[0])
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
     up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.

@@ -92,6 +92,20 @@ def test_every_block_of_code_is_run(path):
             assert language.startswith("{")
 
 
+SITE_OF = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+DIRECTIVES = [
+    path for path in PAGES if re.search(r"\{(eval-rst|include)\}", path.read_text())
+]
+
+
+@pytest.mark.parametrize("path", [*DIRECTIVES, SITE / "api/index.md"], ids=str)
+def test_a_file_of_directives_says_on_github_where_to_read_it(path):
+    first = path.read_text().splitlines()[0]
+    page = path.relative_to(SITE).with_suffix(".html")
+    assert first.startswith("> On GitHub")
+    assert f"]({SITE_OF['Documentation']}{page})" in first
+
+
 PICTURED = [
     ROOT / "README.md",
     *(SITE / f"{name}.md" for name in ("costs", "late", "larger_model", "evaluator")),
