@@ -459,17 +459,14 @@ def test_conventional_words_need_no_reader():
 
 
 WORKER = {"local_step": 0, "worker": 0}
+WORKER = {"local_step": 0, "worker": 0}
 SLIPS = {
     "weigth": (gx.accumulate(SGD, 2), {}, "weight"),
     "wieght": (gx.conditional_accumulator(SGD, 2), {"local_step": 0}, "weight"),
     "local_stp": (gx.drop_stale(SGD, 2), {"local_step": 0}, "local_step"),
     "lsat": (optax.chain(gx.accumulate(SGD, 2)), {}, "last"),
     "vlaue": (gx.skip_spikes(SGD), {}, "value"),
-    "wroker": (
-        gx.worker_mean(SGD, 2, method="all"),
-        {"local_step": 0, "worker": 0},
-        "",
-    ),
+    "wroker": (gx.worker_mean(SGD, 2, method="all"), WORKER, "worker"),
 }
 
 
