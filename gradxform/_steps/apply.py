@@ -94,15 +94,17 @@ def apply_gradients(
       state: the state of ``tx``.
       params: the parameters. A part of a table, :class:`TableRows`, is a table of its
         own here, and its state is the state of its rows.
-      **extra: extra arguments of ``tx``, such as ``local_step``.
+      **extra: extra arguments of ``tx``, such as ``local_step``. Nobody has to read
+        ``value``, ``grad`` and ``value_fn``.
 
     Returns:
       ``(params, state)``, dtypes and shapes as given.
 
     Raises:
       TypeError: ``grads`` and ``params`` differ in structure or shape (the message
-        names the first such path); or ``tx`` has an ``optax.lookahead``: its parameters
-        have another structure than the gradients.
+        names the first such path); nothing in ``tx`` reads an extra argument; or ``tx``
+        has an ``optax.lookahead``: its parameters have another structure than the
+        gradients.
       ValueError: no leaf has a gradient.
 
     References:
@@ -190,8 +192,8 @@ def minimize(
     results lie; the page on sharding pins them.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
-        ``(scalar, aux)``.
+      loss_fn: ``loss_fn(params, *batch, **keywords)`` returns a scalar, or with
+        ``has_aux`` ``(scalar, aux)``.
       tx: any ``optax.GradientTransformation``.
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn: a tree of bools, a prefix of the parameters'
@@ -221,17 +223,26 @@ def minimize(
         valid, and each step needs room for new ones.
 
     Returns:
-      ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
-      ``state`` begins as ``tx.init(params)``. ``extra`` are extra arguments for ``tx``,
-      such as ``local_step``. ``tx`` also receives the loss as ``value``, if its
-      ``update`` takes it.
+      ``step(params, state, *batch, **keywords) -> (params, state, loss[, aux])``,
+      jitted. ``state`` begins as ``tx.init(params)``. A keyword that the loss names
+      goes to the loss, any other to ``tx``, such as ``local_step``, and one that both
+      name goes to both; a loss with ``**kwargs`` takes all that no gate names. What is
+      no array in a keyword of the loss is static, leaf by leaf: each value of a flag, a
+      string or a function has a program of its own, and a number is an array.
+
+      ``tx`` also receives the loss as ``value``, its gradient as ``grad``, and the loss
+      of this batch as a function of the parameters, ``value_fn``, if its ``update``
+      takes them. Line searches and ``optax.lbfgs`` need all three. By layers there is
+      only ``value``.
 
     Raises:
       ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
         parameter; ``tables`` names one that is not trainable; or ``layers`` names one
         that no single ``scan`` goes over with a derivative.
-      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; or it mixes
-        ``layers``, as a clip by the norm of all gradients does without ``two_passes``.
+      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
+        ``layers``, as a clip by the norm of all gradients does without ``two_passes``,
+        or needs ``grad`` or ``value_fn`` with ``layers``; a keyword is read by nobody,
+        or holds what is no array and has no hash; or the batch holds what is no array.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
@@ -254,6 +265,15 @@ def minimize(
     >>> step = gx.minimize(loss_fn, optax.sgd(0.01), layers=["layers"], donate=False)
     >>> new, _, loss = step(params, optax.sgd(0.01).init(params), 1.0)
     >>> assert loss == 25 and jnp.allclose(new["layers"], jnp.array([0.4, 1.7, 2.8]))
+
+    >>> def loss_fn(params, x, *, mask, train):
+    ...     errors = (x * params["w"] - 1) ** 2 if train else abs(x * params["w"] - 1)
+    ...     return jnp.sum(errors * mask)
+    >>> tx, params = gx.accumulate(optax.sgd(0.1), 1), {"w": jnp.array(3.0)}
+    >>> step = gx.minimize(loss_fn, tx, donate=False)
+    >>> args = params, tx.init(params), jnp.array([1.0, 2.0])
+    >>> of_loss = {"mask": jnp.array([0.0, 1.0]), "train": True}
+    >>> assert step(*args, **of_loss, weight=8.0)[2] == 25.0
     """
     arguments.check_flags(donate=donate, two_passes=two_passes)
     step = training_step(

@@ -52,8 +52,8 @@ def local_steps(
     next. The pulled parameters stay valid.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` if
-        ``has_aux`` is set.
+      loss_fn: ``loss_fn(params, *batch, **keywords)`` returns a scalar, or ``(scalar,
+        aux)`` if ``has_aux`` is set.
       tx: the local optimizer, any ``optax.GradientTransformation``.
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn, as in :func:`minimize`. The pseudo-gradient of
@@ -65,13 +65,16 @@ def local_steps(
         The memory of ``params`` is never reused.
 
     Returns:
-      ``steps(params, state, *batches, num_steps=None, **extra) -> (grads, state,
+      ``steps(params, state, *batches, num_steps=None, **keywords) -> (grads, state,
       losses[, aux])``, jitted. ``params`` are the pulled parameters, and ``state``
       begins as ``tx.init(params)``. Each leaf of ``batches`` has a first axis of length
       H, and ``loss_fn`` sees one entry of it at each step. ``losses`` and ``aux`` have
       this axis, too. ``grads`` has the shapes and dtypes of ``params``. The difference
-      is computed in at least float32, and rounded once. ``extra`` is as in
-      :func:`minimize`.
+      is computed in at least float32, and rounded once.
+
+      Keywords are those of :func:`minimize`. A keyword of the loss has an axis of steps
+      in front, as the batches have; what is static is the same in each step, and so is
+      a keyword of ``tx``.
 
       Each H needs a program of its own. If H changes often, use ``num_steps`` instead,
       an int32 scalar. It says how many of the H steps to take. The batches after them
@@ -82,7 +85,8 @@ def local_steps(
       ValueError: there are no batches; a leaf of them has no entry, or not as many as
         the others; no parameter is trainable; a state that is donated lies on the host.
       TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is not an
-        integer; ``tx`` is not a transformation.
+        integer; ``tx`` is not a transformation; nobody reads a keyword, or the batches
+        hold what is no array.
 
     References:
       Stich, `Local SGD converges fast and communicates little

@@ -56,6 +56,22 @@ def replay(tx, pushes):
     return params
 
 
+def test_a_push_with_a_word_that_nobody_reads_changes_nothing():
+    """What engines give to any transformation needs no reader."""
+    for tx, word, meant in (
+        (optax.sgd(0.1), "wieght", "weight"),
+        (gx.accumulate(optax.sgd(0.1), 2), "weights", "weight"),
+        (gx.drop_stale(optax.sgd(0.1), 1), "wroker", "worker"),
+        (gx.drop_stale(optax.sgd(0.1), 1), "tokens", ""),
+    ):
+        server, grads = server_of(tx), draw(0)
+        hint = rf".*Did you mean '{meant}'\?" if meant else ""
+        with pytest.raises(TypeError, match=rf"reads the keyword '{word}'{hint}"):
+            server.push(grads, 0, **{word: 1.0})
+        assert server.stats().accepted == server.stats().dropped == 0
+        assert server.push(grads, 0, worker=0, value=1.0).staleness == 0
+
+
 def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay():
     threads, each = 8, 125
     server = server_of()
