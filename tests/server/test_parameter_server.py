@@ -629,9 +629,18 @@ def test_what_is_no_array_for_jax_is_named():
     assert server.stats().accepted == 0
 
 
+def with_note():
+    """SGD, which names a further extra argument."""
+
+    def update(updates, state, params=None, *, note=None):
+        return optax.sgd(1.0).update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update)
+
+
 def test_what_is_an_array_for_jax_is_taken():
     for kind, leaf in EVEN.items():
-        server = server_of(optax.sgd(1.0))
+        server = server_of(gx.drop_stale(with_note(), 1))
         assert server.push(PARAMS, 0, note={"b": [leaf]}).applied
         if kind in ("subclass", "strided"):
             server.push({"w": None, "b": leaf}, 1)
