@@ -2,8 +2,8 @@
 
 ``python -m tests.draw --minutes 30 --seed 1`` draws by turns: programs for the slices
 of their arguments, updates by layers and by the row, steps, and how they are called.
-It prints the first
-one that is wrong, and the shortest one that hypothesis finds in its family.
+It prints the first one that is wrong, and the shortest one that hypothesis finds in its
+family.
 """
 
 import argparse
