@@ -8,6 +8,8 @@ for at least one. Over its rows each number that it takes must matter.
 import dataclasses
 import functools
 import inspect
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -27,6 +29,12 @@ def factory(name: str) -> Callable[..., Any]:
     return getattr(gx if hasattr(gx, name) else gx.contrib, name)
 
 
+# Types of numbers, and of what has one for each leaf or worker; of no function.
+NUMBER = re.compile(
+    r"(?!Callable).*?(ArrayLike|ScalarOrSchedule|Required|\b(float|int)\b)"
+)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)  # It is hashed as it stands.
 class Descriptor:
     name: str  # of the public factory
@@ -35,6 +43,7 @@ class Descriptor:
     local_step: int | None = None  # an extra argument of update
     staleness: int | None = None
     worker: int | None = None
+    value: float | None = None  # the loss of each push
     worker_params: bool = False
     real_only: bool = False
     # Row-sparse gradients give the updates of dense ones, or those of the touched rows
@@ -49,6 +58,9 @@ class Descriptor:
     # The share of a large leaf's entries that may differ from the formula. It is 0,
     # unless the update jumps with the state: rounding then turns some entries' signs.
     jumps: float = 0.0
+    # Its updates are piecewise constant in the gradients, as signs are. So their
+    # derivative by the gradients is 0.
+    piecewise_constant: bool = False
     # It divides a leaf by how many of its entries it keeps. So an entry that jumps, or
     # is not finite, moves all entries of its leaf by its share of them.
     rescales: bool = False
@@ -62,6 +74,7 @@ class Descriptor:
             "local_step": self.local_step,
             "staleness": self.staleness,
             "worker": self.worker,
+            "value": self.value,
             "worker_params": None,
         }
         if self.worker_params:
@@ -113,9 +126,37 @@ class Descriptor:
         inner = self.kwargs.get("inner")
         return own | inner.kept(dtype) if inner else own
 
+    def numbers(self) -> list[str]:
+        """The factory's parameters that are numbers, or may be."""
+        return [k for k, p in self.parameters().items() if NUMBER.match(p.annotation)]
+
     def state(self, params: optax.Params) -> list[jax.ShapeDtypeStruct]:
         """The arrays of its state. Some rows keep none."""
         return jax.tree.leaves(jax.eval_shape(self.make().init, params))
+
+    def range_of(self, number: str) -> str | None:
+        """The range of a number, such as ``"[0, 1)"``; ``KeyError`` without one."""
+        text = range_text(self.name, number)
+        if text is None:
+            return None
+        values = {k: p.default for k, p in self.parameters().items()} | self.kwargs
+        words, bracket, ends = re.split(r"([\[(])", text, maxsplit=1)
+        ends = (str(eval(x, {"inf": math.inf}, values)) for x in ends[:-1].split(","))
+        return f"{words}{bracket}{', '.join(ends)}{text[-1]}"
+
+    def apart_from(self, number: str) -> dict[str, Any]:
+        """Defaults of the numbers that this one forbids, or whose ranges it decides."""
+        defaults = {k: p.default for k, p in self.parameters().items()}
+        decided = {
+            k for k in self.numbers() if number in (range_text(self.name, k) or "")
+        }
+        clips = CLIPS.keys() & defaults if number in CLIPS else set()
+        return {k: defaults[k] for k in decided | clips - {number}}
+
+    def says(self, *fields: str) -> str:
+        """What its row says in these fields, for the message of a failing test."""
+        said = ", ".join(f"{field}={getattr(self, field)!r}" for field in fields)
+        return f"The row {self} of tests/descriptors.py says {said}"
 
     def make(self, **more: Any) -> optax.GradientTransformationExtraArgs:
         return factory(self.name)(**self.arguments(**more))
@@ -348,7 +389,7 @@ DESCRIPTORS = (
         sigmas=0.5,
         figures=((0, 8), (1, 10.84)),
     ),
-    D("skip_spikes", "window", inner=ADAGRAD, window=4, sigmas=0.5),
+    D("skip_spikes", "window", inner=ADAGRAD, window=4, sigmas=0.5, value=2.0),
     # Parameters in float32 pass through.
     Rounding("master_weights", inner=ADAGRAD, figures=TWO_PASSES),
     Rounding("master_weights", "int8", inner=ADAGRAD, residual_dtype="int8"),
@@ -367,6 +408,55 @@ TRANSFORMATIONS = [
     and "Transformation" in make.__annotations__["return"]
     and name != "from_config"
 ]
+
+_COUNT, _FROM_0 = "integers in [1, 2**31 - 1]", "[0, inf)"
+# The range of each number that a factory takes, as its docstring says it. A range may
+# depend on the other arguments. None is any real number. The number of one factory
+# alone has its name before it.
+RANGES = {
+    "activation": "[0, 1 / num_delay]",
+    "b1": "[0, 1)",
+    "b2": "[0, 1)",
+    "beta": _FROM_0,
+    "bits": "integers in [8, 8]",
+    "block_size": "integers in [8, 65536]",
+    "clipnorm": "[0, inf]",
+    "clipvalue": "[0, inf]",
+    "decay": "[0, 1]",
+    "eps": _FROM_0,
+    "factors": _FROM_0,
+    "ftrl.learning_rate": _FROM_0,
+    "global_clipnorm": "[0, inf]",
+    "initial_accumulator_value": _FROM_0,
+    "l1_regularization_strength": _FROM_0,
+    "l2_regularization_strength": _FROM_0,
+    "l2_shrinkage_regularization_strength": _FROM_0,
+    "learning_rate": None,
+    "learning_rate_power": "(-inf, 0]",
+    "max_norm": "[0, inf]",
+    "max_staleness": "integers in [0, inf]",
+    "min_size": _COUNT,
+    "num_delay": _COUNT,
+    "num_required": _COUNT,
+    "num_steps": "integers in [0, 2**30 - 1]",
+    "num_workers": _COUNT,
+    "power": _FROM_0,
+    "proximal_adagrad.learning_rate": _FROM_0,
+    "seed": None,
+    "sigmas": "[0, inf]",
+    "skip_spikes.warmup": "integers in [2, window]",
+    "threshold": "[0, inf]",
+    "variance_control": _FROM_0,
+    "warmup": _COUNT,
+    "weight_decay": _FROM_0,
+    "window": "integers in [2, 2**31 - 1]",
+}
+
+
+def range_text(factory: str, number: str) -> str | None:
+    """What ``RANGES`` says of a factory's number."""
+    return RANGES.get(f"{factory}.{number}", RANGES[number])
+
 
 # These have no row in a migration table, and need none.
 NO_ORIGINAL = {

@@ -15,7 +15,15 @@ import pytest
 
 import gradxform as gx
 from tests import oracles
-from tests.descriptors import DESCRIPTORS, KEPT, NO_ORIGINAL, TRANSFORMATIONS
+from tests.descriptors import (
+    CLIPS,
+    DESCRIPTORS,
+    KEPT,
+    NO_ORIGINAL,
+    RANGES,
+    TRANSFORMATIONS,
+    range_text,
+)
 
 ROOT = pathlib.Path(__file__).parents[1]
 PUBLIC = {
@@ -83,6 +91,16 @@ def of_a_transformation(name):
                 f"tests/descriptors.py: a row in which {argument} changes the numbers",
                 command(name, "tests/test_contract.py"),
             )
+    for number in rows[0].numbers() if rows else ():
+        if number not in RANGES and f"{name}.{number}" not in RANGES:
+            yield (
+                f"tests/descriptors.py: its range, in RANGES, of {name}.{number}",
+                command(name, "tests/test_contract.py"),
+            )
+        elif (said := as_documented(range_text(name, number))) not in entry(
+            name, number
+        ):
+            yield f"its docstring: of {number}, that it is {said}", command(name)
     has_row = re.search(rf"^\|.*\bgx\.(contrib\.)?({name}|{alias})\(", TABLES, re.M)
     if bool(has_row) == bool({name, alias} & {*NO_ORIGINAL}):
         yield (
@@ -90,6 +108,26 @@ def of_a_transformation(name):
             "tests/descriptors.py: the reason in NO_ORIGINAL",
             command(name, "tests/test_migration.py"),
         )
+
+
+def as_documented(interval):
+    """How a docstring says a range: "≥ 0", "in [1, 2³¹ - 1]", or nothing."""
+    ends = (interval or "").removeprefix("integers in ")
+    powers = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+    ends = re.sub(r"\*\*(\d+)", lambda power: power[1].translate(powers), ends)
+    inside = f"in {ends.replace(' / ', '/')}" if interval else ""
+    words = {"[0, inf)": "≥ 0", "[0, inf]": "≥ 0", "(-inf, 0]": "≤ 0"}
+    return (words | {"[8, 8]": "8, the only number"}).get(ends, inside)
+
+
+def entry(name, argument):
+    """What the docstrings of ``x`` and ``scale_by_x`` say of an argument."""
+    names = [name, f"scale_by_{name}"]
+    if argument in CLIPS:
+        names.append("adagrad")
+    docs = [inspect.getdoc(PUBLIC[n]) for n in names if n in PUBLIC]
+    form = rf"^  {argument}: (.*?)(?=^  \w+: |^\S|\Z)"
+    return " ".join(" ".join(re.findall(form, "\n".join(docs), re.M | re.S)).split())
 
 
 def keeps_arrays(rows):

@@ -7,6 +7,7 @@ import cProfile
 import dataclasses
 import functools
 import inspect
+import math
 import re
 import subprocess
 import sys
@@ -194,10 +195,16 @@ def assert_formula(row, update, draw=draw):
         params = optax.apply_updates(params, updates)
         summed = {k: summed[k] + u for k, u in flat(updates).items()}
         wanted = oracles.after(row, flat(start), [*map(flat, pushes[:n])])
-        got = [summed, *(flat(optax.tree.get(state, field)) for field in row.kept())]
-        if len(wanted) == 1:  # It keeps no state, or no push has acted yet.
-            got = got[:1]
-        for ours, theirs in zip(got, wanted, strict=True):
+        got = {"all updates": summed}
+        if len(wanted) > 1:  # It keeps a state, and a push has acted.
+            got |= {k: flat(optax.tree.get(state, k)) for k in row.kept()}
+        if len(got) != len(wanted):
+            pytest.fail(
+                f"the formula in tests/oracles.py yields {len(wanted) - 1} fields of "
+                f"the state of {row}, and KEPT in tests/descriptors.py names "
+                f"{[*got][1:]}."
+            )
+        for (part, ours), theirs in zip(got.items(), wanted, strict=True):
             for k in theirs:
                 rtol = 1e-2 if row.variant == "bf16" else 1e-5
                 size = np.abs(theirs[k]).max()
@@ -207,7 +214,12 @@ def assert_formula(row, update, draw=draw):
                 # The square of a smaller norm is 0.
                 least = np.sqrt(least) if "norms" in row.kept() else least
                 atol = max(rtol * size, least)
-                np.testing.assert_allclose(ours[k], theirs[k], rtol=0, atol=atol)
+                what = (
+                    f"{part} of leaf {k}, after {n} pushes, {row.says('sets_params')}"
+                )
+                np.testing.assert_allclose(
+                    ours[k], theirs[k], rtol=0, atol=atol, err_msg=what
+                )
 
 
 def test_only_a_row_that_reads_params_needs_them(row):
@@ -217,11 +229,9 @@ def test_only_a_row_that_reads_params_needs_them(row):
     def update(grads, state):
         return tx.update(grads, state, **extra)
 
-    if row.reads_params:
-        with pytest.raises(ValueError, match="needs params"):
-            update(grads, state)
-    else:
-        jax.eval_shape(update, grads, state)
+    error = error_of(jax.eval_shape, update, grads, state)
+    assert bool(error) == row.reads_params, f"{row.says('reads_params')}, but: {error}"
+    assert not error or "needs params" in error
 
 
 def test_init_and_update_tell_what_functions_tell(row):
@@ -265,6 +275,20 @@ def test_a_gates_update_can_be_wrapped_named_timed_and_sent(row):
     assert gate_of(tx._replace(update=sent)) is not None
 
 
+@contextlib.contextmanager
+def for_complex(row, dtype):
+    """An error in it names the field that a row for real gradients has."""
+    try:
+        yield
+    except Exception as error:
+        if dtype in COMPLEX:
+            error.add_note(
+                f"{row.says('real_only')}. If its update means nothing for complex "
+                "gradients, it says real_only=True."
+            )
+        raise
+
+
 @pytest.mark.parametrize("dtype", ["float16", "complex64"])
 def test_types_are_stable(row, dtype):
     """Eager steps, and donated ones, have types in the other dtypes."""
@@ -275,14 +299,17 @@ def test_types_are_stable(row, dtype):
         state = tx.init(params)
         assert types(state) == expected
         updates, state = tx.update(grads, state, params, **row.extra(params))
-        assert types(updates) == types(row.like_updates(grads, params))
+        said = row.says("sets_params", "wide_updates")
+        assert types(updates) == types(row.like_updates(grads, params)), said
         assert types(state) == expected
 
     params, grads, tx = draw(0, dtype)["w"], draw(1, dtype)["w"], row.make()
     expected = types(tx.init(params))
     for field, wanted in row.kept(dtype).items():
-        assert optax.tree.get(tx.init(params), field).dtype == wanted, field
-    jax.eval_shape(step, params, grads)
+        named = f"{field}, by KEPT in tests/descriptors.py"
+        assert optax.tree.get(tx.init(params), field).dtype == wanted, named
+    with for_complex(row, dtype):
+        jax.eval_shape(step, params, grads)
 
 
 def skip_if_wide(row):
@@ -474,12 +501,48 @@ def test_inject_hyperparams_without_static_args(row):
         check_traced_types(row, tx, draw(1), draw(0))
 
 
-def test_a_number_that_is_nan_is_named(row):
-    for k, p in row.parameters().items():
-        value = row.arguments().get(k, p.default)
-        if isinstance(value, float) and k != "learning_rate":
-            with pytest.raises(ValueError, match=k):
-                row.make(**{k: float("nan")})
+def around(interval):
+    """Numbers at, above and below both ends of a range, with whether they are in it."""
+    form = r"(integers in )?([\[(])(.*), (.*)([\])])"
+    whole, opened, low, high, closed = re.fullmatch(form, interval).groups()
+    low, high = float(low), float(high)
+    for end, bracket, inside in (low, opened, 1), (high, closed, -1):
+        yield end, bracket in "[]"
+        if math.isinf(end):  # On the other side of it is nothing.
+            yield -inside * float(jnp.finfo(jnp.float32).max), True
+            continue
+        for side in (1, -1):
+            beside = end + side if whole else np.nextafter(end, side * np.inf)
+            yield beside, low < high and side == inside
+    yield math.nan, False
+
+
+def error_of(function, *args, **kwargs):
+    """What it says of bad input, or None."""
+    try:
+        function(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.every
+def test_numbers_at_below_and_above_both_ends_of_their_ranges(row):
+    """The factory takes them, or says the argument, its range and what was given."""
+    for name in row.numbers():
+        interval = row.range_of(name)
+        given = row.arguments().get(name, row.parameters()[name].default)
+        if interval is None or callable(given):
+            continue
+        for number, is_allowed in around(interval):
+            whole = "integers" in interval and math.isfinite(number)
+            value = int(number) if whole else number
+            values = [value] * len(given) if isinstance(given, list) else value
+            error = error_of(row.make, **{name: values, **row.apart_from(name)})
+            said = f"{row}, range {interval}: for {name}={value}: {error}"
+            assert (error is None) == is_allowed, said
+            if error:
+                assert re.search(rf"^{name}\b.* must be .*{value}", error), said
 
 
 def test_numbers_may_be_arrays(row):
@@ -645,11 +708,24 @@ def test_derivatives_through_the_update_are_finite(row):
 
     for at in (np.zeros_like(grads), grads):
         value, derivatives = loss(at, params)
-        chex.assert_tree_all_finite(derivatives)
-        if value != 0:  # No derivative is finite because it was cut.
-            # If L1 holds all weights at zero, the gradients change nothing.
-            held = "l1_regularization_strength" in row.kwargs and not np.any(at)
-            assert np.any(derivatives[held] != 0)
+        for by, derivative in zip(("gradients", "params"), derivatives, strict=True):
+            assert np.isfinite(derivative).all(), (
+                f"{row}: the derivative of its updates by the {by} is {derivative}, "
+                f"for gradients {at}. A root or a quotient there has no derivative: "
+                "see gradxform/_numbers/arithmetic.py."
+            )
+        if value == 0:
+            continue
+        # No derivative is finite because it was cut.
+        # If L1 holds all weights at zero, the gradients change nothing.
+        held = "l1_regularization_strength" in row.kwargs and not np.any(at)
+        is_zero = not np.any(derivatives[held])
+        assert is_zero == row.piecewise_constant, (
+            f"{row.says('piecewise_constant')}. The derivative of its updates by the "
+            f"{('gradients', 'params')[held]} is {derivatives[held]}, for gradients "
+            f"{at}. It is 0 if the updates are piecewise constant, as signs are, or if "
+            "a line cuts it: stop_gradient, a conversion to integers, a comparison."
+        )
 
 
 def test_a_leaf_without_gradient_keeps_its_state(row):

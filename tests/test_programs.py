@@ -28,8 +28,8 @@ STEPS = 10
 
 def page_never_late():
     """Programs give no ``local_step``: the wrapper on the page does."""
-    page = pathlib.Path(__file__).parents[1] / "docs/frameworks.md"
-    _, _, rest = page.read_text().partition("\n## Trainers of others\n")
+    page = pathlib.Path(__file__).parents[1] / "docs/trainers.md"
+    _, _, rest = page.read_text().partition("\n## Gates\n")
     named = {}
     with jax.numpy_dtype_promotion("standard"):
         for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):

@@ -42,6 +42,7 @@ class Op(enum.StrEnum):
     RESHAPE = "reshape"
     RESHARD = "reshard"
     SCAN = "scan"
+    SHARD_MAP = "shard_map"
     SLICE = "slice"
     STACK = "stack"
     STOP_GRADIENT = "stop_gradient"
@@ -53,6 +54,8 @@ class Op(enum.StrEnum):
 
 # These keep the values of an array, and make no copy by themselves.
 SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
+# The sharding that some of them give is this parameter.
+PLACEMENTS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
 # Each entry of their result is made of the same entry of their only operand.
 OF_ONE_ENTRY = frozenset({Op.CAST, Op.COPY, Op.NAME, Op.STOP_GRADIENT})
 # These make entries that no operand has.

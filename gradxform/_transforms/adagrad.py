@@ -180,9 +180,9 @@ def adagrad(
       row_wise: whether to keep one accumulator for each row.
       axis_name: mesh axes over which leaves may be sharded, inside ``jax.shard_map``,
         for the norms of the clips; see :func:`global_norm`.
-      clipnorm: the norm of each leaf is clipped to this.
-      clipvalue: each entry is clipped to ± this.
-      global_clipnorm: the norm of all leaves together is clipped to this; the norm
+      clipnorm: the norm of each leaf is clipped to this, ≥ 0.
+      clipvalue: each entry is clipped to ± this, ≥ 0.
+      global_clipnorm: the norm of all leaves together is clipped to this, ≥ 0; the norm
         before clipping is ``optax.tree.get(state, "global_norm")``. If that norm is not
         finite, all updates become NaN: see :func:`clip_by_global_norm`.
 

@@ -108,7 +108,7 @@ def low_bit_state(
       inner: any transformation.
       bits: 8, the only number so far.
       block_size: how many entries have one scale, in [8, 65536].
-      min_size: how many entries an array must have, ≥ 1.
+      min_size: how many entries an array must have, in [1, 2³¹ - 1].
       block_axis: -2 or -1. On TPU blocks along the last axis cost copies.
       keep: arrays that stay as they are: their paths in the state of ``inner``, such as
         ``"0/nu/embedding"``, or a function that takes a path and says whether.

@@ -136,7 +136,10 @@ def test_the_order_in_which_gradients_are_known(wrap):
     stack = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.bfloat16)
     closed = jax.make_jaxpr(loss)(stack, stack, stack, jnp.ones((3, WIDTH)))
     names = dict(enumerate("abc"))
-    (scan,) = stacks.find_scans(closed, range(4), names, frozen=()).scans
+    eqn = closed.jaxpr.eqns[0]
+    found = {eqn.invars.index(x): n for n, x in enumerate(closed.jaxpr.invars[:3])}
+    variables = {k: stacks.StackVariable(n, names[n]) for k, n in found.items()}
+    scan = stacks.Scan(eqn, variables)
     assert [names[n] for n in tpu.backwards(scan)] == ["a", "c", "b"]
 
 

@@ -61,7 +61,10 @@ def test_sparse_updates_are_the_dense_ones(row):
         every = r"changes every row.*\['table'\].*gradxform.lazy\("
         said = rf"({every}|makes room for.*\['table'\]).*gradxform.densify\(\)"
         with pytest.raises(TypeError, match=said):
-            tx.update(grads, tx.init(params), params, **row.extra(params))
+            pytest.fail(
+                f"{row.says('rows')}, but row-sparse gradients make "
+                f"{tx.update(grads, tx.init(params), params, **row.extra(params))}."
+            )
         if row.variant:  # Behind densify one row stands for all.
             return
         tx = optax.chain(gx.densify(), tx)
@@ -87,7 +90,9 @@ def test_sparse_updates_are_the_dense_ones(row):
             none = jax.tree.map(jnp.zeros_like, expected[0])
             expected = where_touched(grads, expected, (none, dense_state))
         (_, state), (_, dense_state) = got, expected
-        chex.assert_trees_all_close(got, expected, rtol=1e-6)
+        chex.assert_trees_all_close(
+            got, expected, rtol=1e-6, custom_message=row.says("rows")
+        )
         assert jax.tree.map(jax.typeof, state) == types
 
 
