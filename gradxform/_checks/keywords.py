@@ -65,7 +65,7 @@ def divided(
     """
     statics: list[_Static] = []
     arrays: dict[str, Any] = {}
-    for name, value in keywords.items():
+    for name, value in sorted(keywords.items()):
         leaves, structure = jax.tree.flatten(value)
         static = {
             i: x

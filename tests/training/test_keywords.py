@@ -300,6 +300,8 @@ def test_no_array_is_static_and_has_one_program_for_each_value():
     assert flags == {"a": [True, False], "c": (False, True, True, True, None)}
     assert programs(how=how | {"a": [jnp.zeros(2), "b"]})[0] == 0
     assert programs(how=how | {"a": [jnp.zeros(2), "c"]})[0] == 1
+    assert programs(how="b", flag="a")[0] == 1
+    assert programs(flag="a", how="b")[0] == 0
     assert programs(at=2) == (1, total + 2)
     assert programs(at=3) == (0, total + 3)
 
