@@ -285,14 +285,7 @@ def minimize(
         layers=layers,
         two_passes=two_passes,
     )
-    jitted = keywords.Jitted(
-        step,
-        trees=2,
-        keeps_bools=keeps_bools(loss_fn, tx),
-        donate_argnums=(0, 1) if donate else (),
-    )
-    compiled = Donating(jitted, tx, params_too=True) if donate else jitted
-    return cast(Step[P], compiled)
+    return cast(Step[P], compiled(step, loss_fn, tx, (0, 1) if donate else ()))
 
 
 def training_step(
@@ -310,7 +303,6 @@ def training_step(
     layered.check_paths(layers)
     if tables or layers:
         versions.before_tracing()
-
     takes = Words.of(loss_fn, skipped=1)
 
     def step(
@@ -322,9 +314,9 @@ def training_step(
     ) -> tuple[Any, ...]:
         structures.check_no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
-        _check_tables(tables, learning, params)
-        stacked = layered.paths_of(layers, params)
         named = keywords.named_by(tx, state)
+        _check_tables(tables, learning, params, named)
+        stacked = layered.paths_of(layers, params)
         of_loss, extra = keywords.routed(words, takes, named)
 
         def loss(learning: optax.Params) -> Any:  # As `loss_fn`.
@@ -351,34 +343,60 @@ def training_step(
                 return *host.to_memory_of(tuple(new), (params, state)), *result
 
             return tpu.with_bytes(by_layer, learning, params, state)
-        given, params = params, host.to_device(params)
-        gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
-        value, grads = gradient(host.to_device(learning))
-        value, aux = (value[0], value[1:]) if has_aux else (value, ())
-        own = {"value": value, "grad": grads}
-        own["value_fn"] = _value_fn(loss, params, {*extra, *named}, has_aux=has_aux)
-        extra = {**accepted_kwargs(tx, own), **extra}
-        params, state = _on_device(tx, grads, params, state, extra, (), takes)
-        return host.to_memory_of(params, given), state, value, *aux
+        trees = learning, params, state
+        return _at_once(loss, tx, tables, trees, extra, takes, has_aux=has_aux)
 
     return step
 
 
-def keeps_bools(
-    loss_fn: Callable[..., Any], tx: optax.GradientTransformation
-) -> Callable[[str, tuple[Any, ...]], bool]:
-    """Whether bools in a keyword of a step are arrays: those of ``tx`` alone are.
+def _at_once(
+    loss: Callable[[optax.Params], Any],
+    tx: optax.GradientTransformation,
+    tables: Tables,
+    trees: tuple[optax.Params, optax.Params, optax.OptState],
+    extra: dict[str, Any],
+    takes: Words,
+    *,
+    has_aux: bool,
+) -> tuple[Any, ...]:
+    """The step of :func:`minimize` for all layers at once.
 
-    So ``last`` of :func:`accumulate` makes no second program.
+    ``trees`` are the trainable parameters, all of them, and the state.
+    """
+    learning, given, state = trees
+    params, words = host.to_device(given), {*extra, *keywords.named_by(tx, state)}
+    gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
+    value, grads = gradient(host.to_device(learning))
+    value, aux = (value[0], value[1:]) if has_aux else (value, ())
+    value_fn = _value_fn(loss, params, words, has_aux=has_aux)
+    own = {"value": value, "grad": grads, "value_fn": value_fn}
+    extra = {**accepted_kwargs(tx, own), **extra}
+    params, state = _on_device(tx, grads, params, state, extra, (), takes)
+    return host.to_memory_of(params, given), state, value, *aux
+
+
+def compiled(
+    step: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    donated: tuple[int, ...],
+) -> keywords.Jitted | Donating:
+    """A jitted step, to which arguments with these numbers are donated.
+
+    Bools in a keyword for ``tx`` alone are arrays. So ``last`` of :func:`accumulate`
+    makes no second program.
     """
     takes = Words.of(loss_fn, skipped=1)
 
-    def is_of_tx(name: str, args: tuple[Any, ...]) -> bool:
+    def keeps_bools(name: str, args: tuple[Any, ...]) -> bool:
         if name in takes.names or not takes.others:
             return name not in takes.names
         return name in keywords.named_by(tx, args[1])
 
-    return is_of_tx
+    jitted = keywords.Jitted(
+        step, trees=2, keeps_bools=keeps_bools, donate_argnums=donated
+    )
+    return Donating(jitted, tx, params_too=0 in donated) if donated else jitted
 
 
 def _value_fn(
@@ -443,8 +461,23 @@ def learning_leaves(
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
-def _check_tables(tables: Tables, learning: optax.Params, params: optax.Params) -> None:
-    """Raises ``ValueError`` if a table is not trainable, or parameters on the host."""
+def _check_tables(
+    tables: Tables,
+    learning: optax.Params,
+    params: optax.Params,
+    named: Collection[str],
+) -> None:
+    """Raises if a table cannot get a row-sparse gradient here.
+
+    Raises:
+      TypeError: the transformation reads a dense gradient: it names ``grad``.
+      ValueError: a table is not trainable, or parameters lie on the host.
+    """
+    if tables and "grad" in named:
+        raise TypeError(
+            "tables get row-sparse gradients, and this transformation reads dense ones "
+            "as grad, as a line search does. Leave out tables."
+        )
     on_host = [path for path, p in maps.leaves_with_path(params) if host.is_on_host(p)]
     if tables and on_host:
         raise ValueError(

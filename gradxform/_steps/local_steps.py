@@ -14,8 +14,7 @@ from gradxform._devices import host
 from gradxform._gates.conditional import typed_cond
 from gradxform._jax import versions
 from gradxform._rows import boundary
-from gradxform._steps.apply import P, Step, keeps_bools, learning_leaves, training_step
-from gradxform._steps.donation import Donating
+from gradxform._steps.apply import P, Step, compiled, learning_leaves, training_step
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import Words
 from gradxform._trees.types import Prefix
@@ -129,12 +128,8 @@ def local_steps(
         of_loss, extra = keywords.routed(words, takes, keywords.named_by(tx, state))
         statics, arrays = keywords.divided(of_loss)
         length, params = _length(batches, arrays), host.to_device(params)
-        if donate and any(map(host.is_on_host, jax.tree.leaves(state))):
-            # JAX would give their memory to the pseudo-gradients.
-            raise ValueError(
-                "local_steps cannot donate a state in the host's memory: pass "
-                "donate=False, or a state that was not given to on_host."
-            )
+        if donate:
+            _check_donated(state)
         indices: Any = None  # Steps have indices, int32[H], only for `num_steps`.
         if num_steps is not None:
             arguments.check_scalar("num_steps", num_steps, integer=True)
@@ -163,14 +158,17 @@ def local_steps(
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
 
-    jitted = keywords.Jitted(
-        steps,
-        trees=2,
-        keeps_bools=keeps_bools(loss_fn, tx),
-        donate_argnums=(1,) if donate else (),
-    )
-    compiled = Donating(jitted, tx, params_too=False) if donate else jitted
-    return cast(Step[P], compiled)
+    return cast(Step[P], compiled(steps, loss_fn, tx, (1,) if donate else ()))
+
+
+def _check_donated(state: optax.OptState) -> None:
+    """Raises ``ValueError`` for a state on the host."""
+    if any(map(host.is_on_host, jax.tree.leaves(state))):
+        # JAX would give their memory to the pseudo-gradients.
+        raise ValueError(
+            "local_steps cannot donate a state in the host's memory: pass "
+            "donate=False, or a state that was not given to on_host."
+        )
 
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:

@@ -187,6 +187,16 @@ def test_by_layers_they_are_refused_by_name(name):
         step(start(), sgd.init(start()), 2.0, value_fn=jnp.sum)
 
 
+def test_beside_tables_they_are_refused():
+    def of_rows(params, ids):
+        return jnp.sum((gx.lookup(params["emb"], ids) - 1) ** 2)
+
+    tx, params = optax.chain(gx.densify(), BACKTRACKING), {"emb": jnp.ones((4, 2))}
+    step = gx.minimize(of_rows, tx, tables=["emb"], donate=False)
+    with pytest.raises(TypeError, match=r"tables get .* grad, as a line search does"):
+        step(params, tx.init(params), jnp.array([1, 1]))
+
+
 @pytest.mark.parametrize("around", ["itself", "skip_spikes", "accumulate"])
 def test_what_nobody_reads_changes_no_program(around):
     """That of a step by hand, which has the value alone."""
