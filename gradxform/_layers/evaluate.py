@@ -62,8 +62,10 @@ def evaluate(
         else that lies on the host comes whole, other arguments too.
 
     Returns:
-      The same function, jitted. To donate an argument, such as a cache, put ``jax.jit``
-      around it: ``jax.jit(gx.evaluate(f, layers=...), donate_argnums=1)``.
+      The same function, jitted. What is no array in a keyword, such as a flag or Flax's
+      ``mutable=["cache"]``, is static: each value has a program of its own. To donate
+      an argument, such as a cache, put ``jax.jit`` around it:
+      ``jax.jit(gx.evaluate(f, layers=...), donate_argnums=1)``.
 
     Raises:
       ValueError: ``layers`` names no parameter, or one that no scan goes over; or one
