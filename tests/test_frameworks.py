@@ -33,11 +33,18 @@ from tests.descriptors import DESCRIPTORS, RATE, TRANSFORMATIONS, Descriptor
 
 DOCS = pathlib.Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "frameworks.md").read_text()
+KERAS = (DOCS / "keras.md").read_text()
+TRAINERS = (DOCS / "trainers.md").read_text()
 LOOP = (DOCS / "coming_from/tensorflow.md").read_text()
 BLOCK = r"```python\n(?!>>> )(.*?)```"
 
+# What the blocks of a page share, and the block under each heading.
 SHARED, *_ = re.findall(BLOCK, PAGE, re.DOTALL)
-BLOCKS = dict(re.findall(r"\n## (.+?)\n.*?" + BLOCK, PAGE, re.DOTALL))
+BLOCKS = {
+    name: block
+    for page in (PAGE, KERAS)
+    for name, block in re.findall(r"\n## (.+?)\n.*?" + BLOCK, page, re.DOTALL)
+}
 
 
 def linens_logits(left, x):
@@ -54,10 +61,10 @@ MODELS = {
     "FP8 layers of Flax": lambda left, x: left["model"].apply(left["params"], x),
     "Haiku": lambda left, x: left["model"].apply(left["params"], x),
     "Equinox": lambda left, x: jax.vmap(left["model"])(x),
+    "BatchNorm and Dropout": linens_logits,
     "Keras 3 on JAX": lambda left, x: left["model"](x),
     "Keras's fit": lambda left, x: left["model"](x),
     "Keras's models, asynchronously": lambda left, x: left["model"](x),
-    "BatchNorm and Dropout": linens_logits,
 }
 
 
@@ -77,6 +84,7 @@ def minibatches(images, labels, epochs):
 
 def test_every_block_has_a_test():
     assert list(BLOCKS) == list(MODELS)
+    assert SHARED in KERAS
 
 
 @pytest.mark.slow
@@ -595,7 +603,7 @@ def norm(tree):
 
 def indented(after):
     """The indented lines of the page that follow these words."""
-    lines = PAGE.split(after, 1)[1].lstrip("\n").splitlines()
+    lines = TRAINERS.split(after, 1)[1].lstrip("\n").splitlines()
     taken = itertools.takewhile(lambda line: not line or line[:4] == "    ", lines)
     return textwrap.dedent("\n".join(taken))
 
@@ -856,7 +864,7 @@ def test_the_rules_for_t5x_shard_a_state_like_its_parameters(tx):
 
 def needing_params():
     """The names of the page's table, by when they need parameters."""
-    _, table = PAGE.split("| needs `params` | when |\n", 1)
+    _, table = TRAINERS.split("| needs `params` | when |\n", 1)
     lines = table.splitlines()[1:]
     rows = itertools.takewhile(lambda line: line.startswith("| "), lines)
     return {
@@ -899,7 +907,7 @@ def test_the_page_says_who_needs_params(name):
 @pytest.mark.slow
 def test_brax_reads_and_sets_the_rate_and_gives_no_params(standard_promotion):
     """As its ``gradient_update_fn`` and its schedule by the divergence do."""
-    code = re.search(r">>> def optimizer\(.*?\n(?=>>> tx)", PAGE, re.DOTALL)[0]
+    code = re.search(r">>> def optimizer\(.*?\n(?=>>> tx)", TRAINERS, re.DOTALL)[0]
     names = {"gx": gx, "optax": optax}
     exec(re.sub(r"^(>>>|\.\.\.) ", "", code, flags=re.M), names)
 

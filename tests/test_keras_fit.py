@@ -740,7 +740,7 @@ def test_a_step_without_a_gradient_leaves_its_variable(k):
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_the_recipe_on_ray_trains_a_table_that_no_worker_holds(k):
-    section = test_frameworks.PAGE.partition("### On Ray, with a table")[2]
+    section = test_frameworks.KERAS.partition("### On Ray, with a table")[2]
     code = re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
     left = {"__name__": "__main__"}
     exec(code, left)

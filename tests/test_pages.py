@@ -77,7 +77,8 @@ def test_a_page_can_be_pasted_into_a_prompt(page):
     ("page", "left_out"),
     [
         ("docs/sparse.md", 0),
-        ("docs/frameworks.md", 1),
+        ("docs/frameworks.md", 0),
+        ("docs/keras.md", 1),
         ("docs/coming_from/keras.md", 0),
         ("docs/coming_from/novograd.md", 0),
         ("docs/coming_from/tensorflow.md", 2),

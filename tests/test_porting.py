@@ -106,10 +106,13 @@ def test_every_schedule_of_tensorflow_has_a_row():
 @pytest.mark.parametrize("case", RATES, ids=lambda case: case["name"])
 def test_a_row_has_the_rates_of_tensorflow(case):
     names = {"jnp": jnp, "optax": optax, "steps": case["decay_steps"]}
-    schedule = eval(SCHEDULES[case["call"]], names)
-    for called in (schedule, jax.jit(schedule)):
-        rates = np.float64([called(jnp.int32(count)) for count in case["counts"]])
-        np.testing.assert_allclose(rates, formula(case), rtol=2e-5, atol=2e-8)
+    counts = np.int32(case["counts"])
+    for x64 in (True, False):
+        with jax.enable_x64(x64):
+            schedule = eval(SCHEDULES[case["call"]], names)
+            for called in (schedule, jax.jit(schedule)):
+                rates = np.float64([called(count) for count in jnp.asarray(counts)])
+                np.testing.assert_allclose(rates, formula(case), rtol=2e-5, atol=2e-8)
     # The root of 1 - 1, rounded, is up to 2.5e-4 there.
     atol = 3e-5 if option(case) == "root" else 2e-8
     same = np.isclose(rates, case["rates"], rtol=2e-5, atol=atol)
@@ -351,16 +354,22 @@ POLICIES = {
 
 
 @pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("unit", [1, 100, 1000, 10_000])  # Up to a million steps.
 @pytest.mark.parametrize(("warmup", "begin"), [(10, 10), (10, 30)])
 @pytest.mark.parametrize("key", POLICIES)
-def test_a_policy_of_openseq2seq_has_its_rates(key, warmup, begin):
-    of = SETTINGS | {"warmup": warmup, "begin": begin}
-    schedule = jax.jit(eval(KEYS[key], {"optax": optax, "jnp": jnp, **of}))
-    counts = range(110)
-    rates = [schedule(jnp.int32(count)) for count in counts]
-    expected = [POLICIES[key](count, of) for count in counts]
-    np.testing.assert_allclose(rates, expected, rtol=1e-5, atol=1e-8)
-    assert len({round(rate, 9) for rate in expected}) > 2
+def test_a_policy_of_openseq2seq_has_its_rates(key, warmup, begin, unit):
+    of = SETTINGS | {"warmup": unit * warmup, "begin": unit * begin}
+    of |= {key: unit * SETTINGS[key] for key in ("steps", "decay_steps")}
+    of["boundaries"] = [unit * boundary for boundary in SETTINGS["boundaries"]]
+    of["max_lr"] /= unit**0.5
+    for x64 in (True, False):
+        with jax.enable_x64(x64):
+            schedule = jax.jit(eval(KEYS[key], {"optax": optax, "jnp": jnp, **of}))
+            counts = [unit * n + k for n in range(110) for k in {0, min(1, unit - 1)}]
+            rates = jax.vmap(schedule)(jnp.int32(counts))
+            expected = [POLICIES[key](count, of) for count in counts]
+            np.testing.assert_allclose(rates, expected, rtol=2e-5, atol=1e-8)
+            assert len({round(rate, 9) for rate in expected}) > 2
 
 
 PARAMS = {"w": np.array([1.0, -2.0, 3.0]), "b": np.array(0.5)}
@@ -393,6 +402,21 @@ def page_larc():
     names = {"jax": jax, "jnp": jnp, "optax": optax}
     exec(code, names)
     return names["larc"]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_larc_is_finite_where_a_warmup_begins():
+    """There is no rate, and a bias of zeros has no norm: OpenSeq2Seq's 0/0."""
+    names = {"optax": optax, "rate": 0.02, "min_lr": 1e-5, "power": 2.0, "steps": 100}
+    names |= {"warmup": 2, "begin": 2}
+    rate = eval(KEYS['"lr_policy": poly_decay'], names)
+    larc = page_larc()(rate, eta=0.001)
+    params = {"w": jnp.array([3.0, 4.0]), "b": jnp.zeros(2)}
+    grads, state = {"w": jnp.array([0.0, 2.0]), "b": jnp.ones(2)}, larc.init(params)
+    for of_w in (1.0, 0.001 * 5 / (0.01 * 2), 0.001 * 5 / (0.02 * 2)):
+        scaled, state = jax.jit(larc.update)(grads, state, params)
+        np.testing.assert_allclose(scaled["w"], [0, 2 * of_w], rtol=1e-5)
+        np.testing.assert_allclose(scaled["b"], [1e-7, 1e-7], rtol=1e-5)
 
 
 def mean_of(values):

@@ -27,7 +27,7 @@ CALLS = [
     "linear_cosine_decay(0.1, step, steps)",
 ]
 # 41 / 41 is 1, and 41 times the float32 nearest to 1 / 41 is less.
-STEPS = (6, 41, 100, 1000)
+STEPS = (6, 41, 100, 1000, 10_000, 100_000, 1_000_000)
 
 
 def counts(steps):

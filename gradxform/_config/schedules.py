@@ -29,8 +29,9 @@ def inverse_time_decay(
     arguments.in_range("transition_steps", transition_steps, "(0, inf)")
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
-        time = jnp.asarray(count, float) / transition_steps
-        time = jnp.floor(time) if staircase else time
+        count = jnp.asarray(count, float)
+        whole = _whole_periods(count, transition_steps)
+        time = whole if staircase else count / transition_steps
         return init_value / (1 + decay_rate * time)
 
     return schedule
@@ -62,8 +63,9 @@ def polynomial_decay(
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
         count = jnp.asarray(count, float)
-        ways = jnp.maximum(1.0, jnp.ceil(count / transition_steps)) if cycle else 1.0
-        left = jnp.maximum(0.0, 1 - count / (ways * transition_steps))
+        begun = -_whole_periods(-count, transition_steps)
+        end = (jnp.maximum(1.0, begun) if cycle else 1.0) * transition_steps
+        left = jnp.maximum(0.0, end - count) / end
         return (init_value - end_value) * left**power + end_value
 
     return schedule
@@ -99,17 +101,24 @@ def cosine_decay_restarts(
     arguments.in_range("first_decay_steps", first_decay_steps, "(0, inf)")
     arguments.in_range("t_mul", t_mul, "[1, inf)")
 
-    def start(n: jax.Array) -> jax.Array:  # In units of first_decay_steps.
-        return n if t_mul == 1 else jnp.expm1(n * math.log(t_mul)) / (t_mul - 1)
+    def start(n: jax.Array) -> jax.Array:
+        if t_mul == 1:
+            return n * first_decay_steps
+        # `expm1` is exact where the power is near 1, and the power where it is large.
+        log = n * math.log(t_mul)
+        grown = jnp.where(log < 0.5, jnp.expm1(log), t_mul**n - 1)
+        return first_decay_steps * grown / (t_mul - 1)
 
     def schedule(count: jax.typing.ArrayLike) -> jax.Array:
-        time = jnp.asarray(count, float) / first_decay_steps
+        count = jnp.asarray(count, float)
+        time = count / first_decay_steps
         n = time if t_mul == 1 else jnp.log1p(time * (t_mul - 1)) / math.log(t_mul)
         nearest = jnp.round(n)
         # Rounding must not mistake the first step of a cosine for the end of the one
-        # before.
-        n = jnp.where(time < start(nearest) * (1 - 1e-6), nearest - 1, nearest)
-        fraction = (time - start(n)) / t_mul**n
+        # before, nor its last step for the first of the next.
+        rounding = jnp.minimum(1e-6 * start(nearest), 0.5)
+        n = jnp.where(count < start(nearest) - rounding, nearest - 1, nearest)
+        fraction = (count - start(n)) / (first_decay_steps * t_mul**n)
         cosine = m_mul**n * (1 + jnp.cos(jnp.pi * fraction)) / 2
         return init_value * ((1 - alpha) * cosine + alpha)
 
@@ -160,4 +169,14 @@ def at_last_push(schedule: optax.Schedule, num_required: int) -> optax.Schedule:
     >>> assert (rate(0), rate(1)) == (1 / 2, 1 / 4)
     """
     arguments.in_range("num_required", num_required, arguments.COUNTS)
-    return lambda count: schedule(num_required * (count + 1) - 1)
+    last = jnp.iinfo(jnp.int32).max // num_required - 1  # Its pushes fit an int32.
+    return lambda count: schedule(num_required * (jnp.minimum(count, last) + 1) - 1)
+
+
+def _whole_periods(count: jax.Array, period: float) -> jax.Array:
+    """The floor of ``count / period``.
+
+    XLA may multiply by ``1 / period``, and so miss a whole number by a rounding.
+    """
+    whole = jnp.round(count / period)
+    return jnp.where(count < whole * period, whole - 1, whole)

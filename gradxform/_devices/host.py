@@ -32,8 +32,8 @@ def on_host(tree: T, *, min_size: int = compilers.LARGE) -> T:
     the parameters if they are there, too. Without ``layers``, and in
     :func:`apply_gradients`, all of them come to the device. The numbers are those of
     arrays on the device. New parameters and state lie where the given ones lie. The
-    page on larger models says how to make a state there that is larger than the device,
-    what to do on a mesh, and which limits and flags XLA has.
+    page on the host's memory says how to make a state there that is larger than the
+    device, what to do on a mesh, and which limits and flags XLA has.
 
     Args:
       tree: arrays, such as ``params`` or ``tx.init(params)``, also under ``jax.jit``;

@@ -40,12 +40,19 @@ def accumulate(
         g_{inner} &= sum / W \quad\text{once } n \ge num\_required(global\_step)
             \text{ or } last
 
-    Each push weighs w = 1, unless ``update`` gets a ``weight``. When the last of
-    ``num_required`` pushes arrives, ``inner`` runs once on their mean,
-    ``global_step`` grows by 1, and sum and count start again from 0. Until then the
-    updates are zero, and the inner state stays bit-identical, with the count of every
-    schedule in it. All else follows the rules of :func:`conditional_accumulator`, but
-    no push comes late here, so ``update`` takes no ``local_step``.
+    Here w is the ``weight`` of a push, 1 if ``update`` gets none, and W is the sum of
+    the weights since the last step. When the last of ``num_required`` pushes arrives,
+    ``inner`` runs once on their mean, ``global_step`` grows by 1, and sum, W and n
+    start again from 0. Until then the updates are zero, and the inner state stays
+    bit-identical, with the count of every schedule in it. ``"sum"`` divides by nothing,
+    and ``"row_mean"`` divides each row by the weights of the pushes that held it.
+
+    A push with ``None`` for a leaf counts as zeros: its weight is in W. If it is the
+    push that makes the step, the leaf is not stepped, and its sum waits for the next
+    step. Then the mean divides by W of that step and by the weights of the pushes that
+    were in the sum before. All else follows the rules of
+    :func:`conditional_accumulator`, but no push comes late here, so ``update`` takes no
+    ``local_step``.
 
     Use :func:`apply_gradients` or ``minimize``. Loops that call ``update`` get the same
     numbers. If ``minimize`` names scanned layers in ``layers``, no array holds all of
@@ -75,8 +82,9 @@ def accumulate(
         equal on all of these devices. On explicit axes the gradients are ``unreduced``
         there: their sum over devices is the gradient, and ``weight`` is one number for
         all devices. A gradient that is equal on all devices, or not unreduced, stays as
-        it is. ``total_weight``, ``accumulated`` and ``row_counts`` differ by device, so
-        call ``init`` where ``update`` is called, and keep them there.
+        it is. ``total_weight``, ``leaf_weights``, ``carried``, ``accumulated`` and
+        ``row_counts`` differ by device, so call ``init`` where ``update`` is called,
+        and keep them there.
 
     Extra arguments of update:
       weight: as in :func:`conditional_accumulator`.

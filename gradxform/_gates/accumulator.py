@@ -58,8 +58,9 @@ def conditional_accumulator(
     it, as by TensorFlow's accumulator, which is one for each variable. A leaf that is
     ``None`` in the push that makes the step is not stepped: ``inner`` gets ``None``
     there, and the sum of the leaf waits for a window whose last push has a gradient for
-    it. If no push has one, its parameter and its state stay as they are, also under
-    weight decay, which ``minimize(trainable=...)`` needs.
+    it. The mean then divides by the weights of that window, and by those of the earlier
+    pushes that are in the sum. If no push has one, its parameter and its state stay as
+    they are, also under weight decay, which ``minimize(trainable=...)`` needs.
 
     If there are ``num_required`` workers, this is synchronous training without a
     barrier in the program. If there are more, the extra ones are **backup workers**: a

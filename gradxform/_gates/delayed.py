@@ -129,7 +129,8 @@ def delayed(
         rings = maps.leaves(ring)
         delays = np.array(list(map(_delay, rings)), np.int32)
         count = state.count
-        slots = jnp.where(count < delays, count, count - delays)  # count mod d
+        # count mod d
+        slots = constants.unstacked(jnp.where(count < delays, count, count - delays))
 
         def late(_: object) -> optax.Updates:
             # g_{t - d}

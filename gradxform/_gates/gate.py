@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from gradxform._checks import arguments, structures
+from gradxform._checks import arguments, keywords, structures
 from gradxform._devices import host
 from gradxform._gates import missing
 from gradxform._gates.conditional import By, typed_cond
@@ -29,7 +29,8 @@ from gradxform._gates.counters import counted
 from gradxform._jax import versions
 from gradxform._jax.compilers import in_hbm, narrow, zeros_unless
 from gradxform._numbers.apply_updates import apply_updates
-from gradxform._trees import maps
+from gradxform._trees import maps, states
+from gradxform._trees.extra_args import Words, words_of
 from gradxform._trees.types import Leaf, PyTree
 
 # What a push produces: updates or new parameters, None for the updates of a skip.
@@ -98,6 +99,11 @@ class Gate:
             __module__=self.decide.__module__,
         )
 
+    @property
+    def words(self) -> Words:
+        """The keywords of what is behind the gate; its state says its own."""
+        return words_of(self.inner)
+
     def update_fn(
         self,
         updates: optax.Updates,
@@ -106,6 +112,7 @@ class Gate:
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         """As the ``update`` of any transformation."""
+        keywords.check_slips(extra, self.words.names | states.words(state))
         updates = missing.normalized(updates, params)
         return _guarded(self, updates, state, params, extra, applies=False)
 

@@ -15,6 +15,7 @@ gate inside gets ``None`` as it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,9 +90,13 @@ def update(
 
     def shown(value: PyTree[T]) -> PyTree[T]:
         if callable(value):
-            return lambda *args, **kwargs: value(
-                *jax.tree.map(filled, args, is_leaf=is_placeholder), **kwargs
-            )
+
+            @functools.wraps(value)  # A line search asks for its signature.
+            def of_filled(*args: PyTree[Any], **kwargs: object) -> Any:
+                args = jax.tree.map(filled, args, is_leaf=is_placeholder)
+                return value(*args, **kwargs)
+
+            return of_filled
         if not maps.is_like(value, updates):
             return value
         return maps.masked_like(updates, value)

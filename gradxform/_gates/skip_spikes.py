@@ -19,7 +19,7 @@ from gradxform._rows import boundary
 from gradxform._trees import dtypes, states
 
 
-@states.Mark(gate=True)
+@states.Mark(gate=True, reads=["value"])
 class SkipSpikesState(NamedTuple):
     """State of :func:`skip_spikes`.
 

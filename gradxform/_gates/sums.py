@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -25,8 +25,8 @@ from gradxform._gates.gate import Decision
 from gradxform._jax.compilers import barrier_on_gpu, narrow, zeros_unless
 from gradxform._numbers import arithmetic, constants
 from gradxform._rows import boundary
-from gradxform._trees import boxes, dtypes, maps, states
-from gradxform._trees.types import Leaf, PyTree
+from gradxform._trees import dtypes, maps, states
+from gradxform._trees.types import Gradient, Leaf, PyTree
 
 _TABLE = 2**14  # Rows; a matrix with as many is a table.
 
@@ -49,6 +49,7 @@ Enters: TypeAlias = Callable[
         "last": "num_accumulated",
         "local_step": "stale_count",
     },
+    kept=["leaf_weights", "carried"],
     not_by_row=states.ADDS_STEPS,
 )
 class ConditionalAccumulatorState(NamedTuple):
@@ -62,11 +63,13 @@ class ConditionalAccumulatorState(NamedTuple):
         Empty in ``conditional_accumulator``.
       total_weight: float32[], the sum of the weights of these pushes; float64 if any
         parameter is. A push without ``weight`` weighs 1.
-      accumulated: the sum, like params, in at least float32 by default. If
-        ``num_accumulated`` is 0 and ``carried`` False, it means nothing, and may differ
-        between ``update`` and :func:`apply_gradients`: the next push replaces it.
-      carried: bool[], whether ``accumulated`` still holds what a step has left there,
-        because its push had no gradient for some leaves. It is 0 for all others.
+      accumulated: the sum, like params, in at least float32 by default. A leaf without
+        pushes in its sum means nothing, and may differ between ``update`` and
+        :func:`apply_gradients`: the next push replaces it.
+      leaf_weights: like ``total_weight``, one number for each leaf: the sum of the
+        weights of those of these pushes that had a gradient for the leaf.
+      carried: the same of pushes before the last step, which are still in the sum of a
+        leaf, as the push that made the step had no gradient for it; else 0.
       row_counts: float32[rows] for each leaf, the weights of the pushes in the sum that
         held each row; only for ``row_mean``.
       inner_state: the state of the transformation behind the gate.
@@ -78,6 +81,7 @@ class ConditionalAccumulatorState(NamedTuple):
     nonfinite_count: jax.Array | tuple[()]
     total_weight: jax.Array
     accumulated: optax.Updates
+    leaf_weights: jax.Array
     carried: jax.Array
     row_counts: optax.Updates
     inner_state: optax.OptState
@@ -87,10 +91,12 @@ class _Push(NamedTuple):
     """What a push does to the sum.
 
     Attributes:
-      begun: bool[], whether the sum holds anything before it.
+      begun: bool[leaves], whether the sum of a leaf holds anything before it.
       w: what the mean's divisor gets.
       factor: what the gradients are multiplied by; None is 1.
-      total_weight: the divisor with this push.
+      total_weight: the weights since the last step, with this push.
+      leaf_weights: the same for each leaf, of pushes with a gradient for it.
+      n: for each leaf what its mean is divided by.
       full: bool[], whether it makes the step.
     """
 
@@ -98,11 +104,15 @@ class _Push(NamedTuple):
     w: jax.Array
     factor: jax.typing.ArrayLike | None
     total_weight: jax.Array
+    leaf_weights: jax.Array
+    n: jax.Array
     full: jax.Array
 
-    def counted(self, _: jax.Array, n: jax.Array) -> jax.Array:
-        """The weight of a row's pushes with this one."""
-        return n + self.w.astype(n.dtype)
+    def counted(self, g: Leaf, begun: jax.Array, n: jax.Array) -> jax.Array:
+        """The weights of a row's pushes with this one."""
+        if not (maps.has_gradient(g) and maps.has_gradient(n)):
+            return zeros_unless(begun, n) if maps.has_gradient(n) else n
+        return _moved(lambda _, n: n + self.w.astype(n.dtype), begun, g, n)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +168,8 @@ class Accumulator:
             **counters,
             total_weight=constants.zero(params, _widest(sums)),
             accumulated=sums,
-            carried=constants.zero(params, bool),
+            leaf_weights=_for_each_leaf(params, sums),
+            carried=_for_each_leaf(params, sums),
             row_counts=rows,
             inner_state=inner_state,
         )
@@ -186,9 +197,9 @@ class Accumulator:
             last = arguments.flag("last", last)
             mesh.check_whole("last", last, self.names)
             full |= last & (count > 0)
-        push = self._push(state, accepted, weight, factor, full)
         # Which leaves the step of this push may change.
-        acts = maps.map_leaves(maps.has_gradient, updates)
+        acts = [*map(maps.has_gradient, maps.leaves(updates))]
+        push = self._push(state, accepted, weight, factor, full, acts)
 
         def skipped() -> tuple[optax.Updates, optax.Updates]:
             if last is None:
@@ -203,14 +214,13 @@ class Accumulator:
             total, row_counts = added()
         else:
             total, row_counts = typed_cond(accepted, added, skipped)
-        waits = any(
-            maps.has_gradient(x) and not act
-            for x, act in zip(*map(maps.leaves, (total, acts)), strict=True)
-        )
+        # The sum of a leaf that is not stepped waits, with the weights in it.
+        waits = jnp.where(np.array(acts), 0, state.carried + push.leaf_weights)
         new = state._replace(
             num_accumulated=jnp.where(full, 0, count),
             total_weight=push.total_weight,
-            carried=jnp.where(full, waits, state.carried & ~jnp.asarray(accepted)),
+            leaf_weights=push.leaf_weights,
+            carried=jnp.where(full, waits, state.carried),
             row_counts=row_counts,
         )
 
@@ -222,8 +232,8 @@ class Accumulator:
             applied: jax.Array,
             buffers: optax.Updates | None,
         ) -> ConditionalAccumulatorState:
-            new = new._replace(accumulated=total if buffers is None else buffers)
-            return _cleared(applied, acts, new) if waits else new
+            del applied
+            return new._replace(accumulated=total if buffers is None else buffers)
 
         if self.names:  # Updates are equal on all devices, so no sum can hold them.
             whole = total
@@ -241,6 +251,7 @@ class Accumulator:
         weight: jax.typing.ArrayLike | None,
         factor: jax.typing.ArrayLike | None,
         full: jax.Array,
+        acts: Sequence[bool],
     ) -> _Push:
         # A push of weight w adds w g to the sum, and w to what the mean divides by.
         w = jnp.ones((), state.total_weight.dtype)
@@ -249,9 +260,15 @@ class Accumulator:
             factor = w if factor is None else w * jnp.asarray(factor, w.dtype)
         # The first push of a sum replaces what is there. So nothing else clears it.
         others = state.num_accumulated > 0
-        before = jnp.where(others, state.total_weight, 0)
-        total_weight = jnp.where(accepted, before + w, state.total_weight)
-        return _Push(others | state.carried, w, factor, total_weight, full)
+
+        def added(total: jax.Array, w: jax.Array) -> jax.Array:
+            return jnp.where(accepted, jnp.where(others, total, 0) + w, total)
+
+        total_weight = added(state.total_weight, w)
+        of_leaves = added(state.leaf_weights, jnp.where(np.array(acts), w, 0))
+        begun = (others & (state.leaf_weights != 0)) | (state.carried != 0)
+        n = total_weight + state.carried
+        return _Push(begun, w, factor, total_weight, of_leaves, n, full)
 
     def _is_enough(self, count: jax.Array, global_step: jax.Array) -> jax.Array:
         # n >= num_required
@@ -268,7 +285,7 @@ class Accumulator:
     def _add(
         self,
         updates: optax.Updates,
-        acts: PyTree[bool],
+        acts: Sequence[bool],
         state: ConditionalAccumulatorState,
         push: _Push,
     ) -> tuple[optax.Updates, optax.Updates]:
@@ -278,32 +295,34 @@ class Accumulator:
         rows that the push holds are added.
         """
         updates = boundary.summed_rows(updates)
-        absent = maps.map_leaves(lambda g: not maps.has_gradient(g), updates)
-        if any(jax.tree.leaves(absent)):  # No gradient replaces their old sums.
-            state = _cleared(~push.begun, absent, state)
-        row_counts = state.row_counts
-        n = 1 if self.reduction == "sum" else push.total_weight
-        divisors = maps.broadcast(n, state.accumulated)
+        row_counts, begun = state.row_counts, constants.unstacked(push.begun)
+        divisors: PyTree[jax.typing.ArrayLike] = [1] * len(begun)
+        if self.reduction == "mean":
+            divisors = constants.unstacked(push.n)
         if self.reduction == "row_mean":
-            count = functools.partial(_moved, push.counted, push.begun)
-            before = boxes.as_in(updates, row_counts)
-            divisors = maps.map_leaves(count, updates, before)
-            row_counts = boxes.as_in(row_counts, divisors)
+            before = maps.leaves(row_counts)
+            divisors = [*map(push.counted, maps.leaves(updates), begun, before)]
+            row_counts = jax.tree.unflatten(maps.structure(row_counts), divisors)
         add = functools.partial(arithmetic.wide_sum, factor=push.factor)
 
         def one(
-            g: Leaf, total: jax.Array, n: jax.typing.ArrayLike, acts: bool
-        ) -> jax.Array:
-            new = _moved(add, push.begun, g, total)
-            if not maps.has_gradient(new):
-                return new
+            g: Leaf,
+            total: Leaf,
+            begun: jax.Array,
+            n: jax.typing.ArrayLike,
+            acts: bool,
+        ) -> Leaf:
+            if not isinstance(total, jax.Array) or not (maps.has_gradient(g) or acts):
+                return total
+            if not maps.has_gradient(g):  # The step is made of the pushes before.
+                return _divided_if(push.full, None, total, n, total.dtype, begun)
+            new = _moved(add, begun, g, total)
             if self.names or not acts:
                 return narrow(new, total.dtype)
             return _divided_if(push.full, g, new, n, total.dtype)
 
-        return _map_backwards(
-            one, updates, state.accumulated, divisors, acts
-        ), row_counts
+        new = _map_backwards(one, updates, state.accumulated, begun, divisors, acts)
+        return new, row_counts
 
     def _mean(
         self,
@@ -319,13 +338,11 @@ class Accumulator:
 
         total = maps.map_leaves(if_present, updates, total)
         if self.names:
-            n: PyTree[jax.typing.ArrayLike] = 1
-            if self.reduction == "mean":
-                n = push.total_weight
+            n: PyTree[jax.Array] = push.n
+            if self.reduction == "sum":
+                n = jnp.ones_like(push.n)
             if self.reduction == "row_mean":
-                n = maps.map_leaves(
-                    if_present, updates, boxes.as_in(updates, row_counts)
-                )
+                n = [*map(if_present, maps.leaves(updates), maps.leaves(row_counts))]
             total = _over_devices(self.names, total, n)
         # From here on all is dense: inner gets every row that any push held.
         return maps.map_updates(
@@ -346,6 +363,8 @@ class Accumulator:
         as_part = functools.partial(mesh.as_part, names=self.names)
         return state._replace(
             total_weight=as_own(state.total_weight),
+            leaf_weights=as_own(state.leaf_weights),
+            carried=as_own(state.carried),
             accumulated=jax.tree.map(as_part, state.accumulated),
             row_counts=jax.tree.map(as_own, state.row_counts),
         )
@@ -360,36 +379,15 @@ def as_weight(
     return jnp.where(w >= 0, w, jnp.nan)
 
 
-def _cleared(
-    pred: jax.Array, which: PyTree[bool], state: ConditionalAccumulatorState
-) -> ConditionalAccumulatorState:
-    """Sums of these leaves are 0 if ``pred``."""
-    flags = maps.leaves(which)
-
-    def cleared(tree: optax.Updates) -> optax.Updates:
-        leaves, treedef = maps.flatten(tree)
-        new = [
-            constants.zeros_of_type(jax.typeof(x))
-            if is_cleared and isinstance(x, jax.Array)
-            else x
-            for is_cleared, x in zip(flags, leaves, strict=True)
-        ]
-        return jax.tree.unflatten(treedef, new)
-
-    def of(state: ConditionalAccumulatorState) -> dict[str, optax.Updates]:
-        fields = {"accumulated": state.accumulated, "row_counts": state.row_counts}
-        return {name: x for name, x in fields.items() if jax.tree.leaves(x)}
-
-    trees = of(state)
-    new = typed_cond(
-        pred, lambda: {k: cleared(x) for k, x in trees.items()}, lambda: trees
-    )
-    return state._replace(**new)
+def _for_each_leaf(params: optax.Params, sums: optax.Updates) -> jax.Array:
+    """A weight of 0 for each leaf, in one array: on GPU each one starts a kernel."""
+    zero = constants.zero(params, _widest(sums))
+    return constants.stacked(zero, len(maps.leaves(sums)))
 
 
 def _map_backwards(
-    f: Callable[..., jax.Array], updates: optax.Updates, *rest: PyTree[Any]
-) -> PyTree[jax.Array]:
+    f: Callable[..., Leaf], updates: optax.Updates, *rest: PyTree[Any]
+) -> PyTree[Leaf]:
     """``map_leaves``, the last leaf first, as a backward pass makes them.
 
     On GPU the gradient of a matrix waits for the sum before it. Otherwise the compiler
@@ -398,26 +396,24 @@ def _map_backwards(
     into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (updates, *rest)), strict=True)
-    results: list[jax.Array] = []
+    results: list[Leaf] = []
     last: tuple[jax.Array, ...] = ()
     for g, *leaf in reversed([*leaves]):
         is_table = isinstance(g, jax.Array) and g.ndim == 2 and len(g) >= _TABLE
         waits = isinstance(g, jax.Array) and g.ndim > 1 and not is_table
         result = f(barrier_on_gpu(g, *last) if waits else g, *leaf)
         results.append(result)
-        last = (result,) if waits else last
+        last = (result,) if waits and isinstance(result, jax.Array) else last
     return jax.tree.unflatten(maps.structure(updates), results[::-1])
 
 
 def _moved(
-    f: Callable[..., jax.Array], begun: jax.Array, g: Leaf, total: jax.Array
+    f: Callable[..., jax.Array], begun: jax.Array, g: Gradient, total: jax.Array
 ) -> jax.Array:
     """The new sum ``f(g, sum)``; the sum is 0 if it begins with this push.
 
     In a table ``f`` gets the rows of the push. The first one also clears all others.
     """
-    if not maps.has_gradient(g):
-        return total
     before = zeros_unless(begun, boundary.gather_rows(g, total))
     new = f(jnp.asarray(maps.stored(g)), before)
     return boundary.scatter_rows(g, total, new, keeps=begun)
@@ -441,13 +437,15 @@ def _divided_if(
     total: jax.Array,
     n: jax.typing.ArrayLike,
     dtype: jax.typing.DTypeLike,
+    begun: jax.Array | Literal[True] = True,
 ) -> jax.Array:
     # sum / n with the last push, in the sum's own buffer: inner may read it more than
     # once
 
     def quotient() -> jax.Array:
+        x = total if begun is True else zeros_unless(begun, total)
         factor = jnp.where(full, _inverse(n, total), 1)
-        return narrow(arithmetic.scale_leading(total, factor), dtype)
+        return narrow(arithmetic.scale_leading(x, factor), dtype)
 
     if maps.is_leaf(g):  # All of it, but only with the last push.
         return jax.lax.cond(full, quotient, lambda: total)
@@ -455,15 +453,21 @@ def _divided_if(
 
 
 def _over_devices(
-    names: tuple[str, ...], total: optax.Updates, n: PyTree[jax.typing.ArrayLike]
+    names: tuple[str, ...], total: optax.Updates, n: PyTree[jax.Array]
 ) -> optax.Updates:
-    # the sum over devices of their sums / that of their n
+    """The sum over devices of their sums, divided by that of their ``n``.
 
-    def quotient(x: jax.Array, n: jax.typing.ArrayLike, old: jax.Array) -> jax.Array:
-        if not maps.has_gradient(x):
+    ``n`` is one array with a number for each leaf, or a list with an array for each.
+    """
+    wide = jax.tree.map(dtypes.widen, total)
+    sums, n = mesh.sum_of_parts((wide, n), names)
+    divisors = n if isinstance(n, list) else constants.unstacked(n)
+
+    def quotient(x: Leaf, n: jax.typing.ArrayLike, old: Leaf) -> Leaf:
+        if not (isinstance(x, jax.Array) and isinstance(old, jax.Array)):
             return x
         return narrow(arithmetic.scale_leading(x, _inverse(n, x)), old.dtype)
 
-    wide = jax.tree.map(dtypes.widen, total)
-    sums, n = mesh.sum_of_parts((wide, n), names)
-    return maps.map_leaves(quotient, sums, maps.broadcast(n, sums), total)
+    leaves, treedef = maps.flatten(sums)
+    new = map(quotient, leaves, divisors, maps.leaves(total))
+    return jax.tree.unflatten(treedef, new)

@@ -27,6 +27,7 @@ Method = Literal["all", "latest", "ringleader"]
     gate=True,
     takes_none=True,
     needs={"local_step": "stale_count"},
+    reads=["worker"],
     kept=["means", "table"],  # Sums over all steps, and what is subtracted from them.
 )
 class WorkerMeanState(NamedTuple):
@@ -42,6 +43,10 @@ class WorkerMeanState(NamedTuple):
       means: the mean over the workers' rows. Each leaf has 1 row; with ``"ringleader"``
         it has 2, for this cycle and the next, in turn.
       turn: int32[], the row of ``means`` that belongs to this cycle.
+      present: bool[leaves], which leaves have had a gradient since the last step; only
+        ``"all"`` writes it.
+      carried: int32[leaves], how many means of former steps are still in that of a
+        leaf, as the push that made the step had no gradient for it; only for ``"all"``.
       inner_state: the state of the transformation behind the gate.
     """
 
@@ -52,6 +57,8 @@ class WorkerMeanState(NamedTuple):
     table: optax.Updates
     means: optax.Updates
     turn: jax.Array
+    present: jax.Array
+    carried: jax.Array
     inner_state: optax.OptState
 
 
@@ -115,7 +122,8 @@ def worker_mean(
     Returns:
       A transformation with state :class:`WorkerMeanState`. ``None`` for a leaf counts
       as zeros. If such a push makes a step, ``inner`` sees ``None`` there, so the leaf
-      rests. With ``"all"`` its mean then waits for the next step.
+      rests. With ``"all"`` its mean then waits, and ``inner`` gets the mean of it and
+      that of the next step.
 
     Raises:
       ValueError: ``num_workers`` is out of range, or ``method`` is unknown; a
@@ -180,12 +188,17 @@ def worker_mean(
         # makes the first step. In the second phase each worker makes one.
         full = accepted & (complete | jnp.any(state.stepped)) & ~ahead
         means = boxes.as_in(updates, state.means)
+        numbers = constants.unstacked(state.carried + 1)
+        number = jax.tree.unflatten(maps.structure(updates), numbers)
 
-        def in_dtype_of(g: Gradient, means: jax.Array) -> jax.Array:
-            return narrow(_row(means, row), maps.gradient_dtype(g))
+        def of_row(g: Gradient, means: jax.Array, number: jax.Array) -> jax.Array:
+            # of the means of so many steps
+            share = 1 / number.astype(dtypes.compute_dtype(means))
+            mean = arithmetic.scale(_row(means, row), share)
+            return narrow(mean, maps.gradient_dtype(g))
 
         def mean(_: object) -> optax.Updates:
-            return maps.map_updates(in_dtype_of, updates, means)
+            return maps.map_updates(of_row, updates, means, number)
 
         def settle(
             state: WorkerMeanState, applied: jax.Array, _: object
@@ -193,6 +206,7 @@ def worker_mean(
             if latest:
                 return state
             if method == "all":  # Everything starts again from zero.
+                state = _with_waiting(updates, state, accepted, full, before)
                 return _cleared(applied, _restarted(full, state), row, updates)
             return _next_in_cycle(state, i, row, full, ahead, applied)
 
@@ -217,6 +231,9 @@ def _init(
         rows = jax.tree.map(lambda x: constants.stacked(x, length), row)
         return boxes.boxed(params, rows)
 
+    def for_each_leaf(dtype: jax.typing.DTypeLike) -> jax.Array:
+        return constants.stacked(constants.zero(params, dtype), len(maps.leaves(row)))
+
     return WorkerMeanState(
         global_step=constants.zero(params, jnp.int32),
         stale_count=constants.zero(params, jnp.int32),
@@ -225,6 +242,8 @@ def _init(
         table=stacked(n),
         means=stacked(2 if method == "ringleader" else 1),
         turn=constants.zero(params, jnp.int32),
+        present=for_each_leaf(jnp.bool),
+        carried=for_each_leaf(jnp.int32),
         inner_state=inner_state,
     )
 
@@ -308,6 +327,25 @@ def _with_push(
     _, *changed = boundary.map_step(change, updates, (state.table, state.means))
     counts = state.counts.at[i].set(count)
     return dict(zip(_WRITTEN, (counts, *changed), strict=True))
+
+
+def _with_waiting(
+    updates: optax.Updates,
+    state: WorkerMeanState,
+    accepted: jax.Array,
+    full: jax.Array,
+    before: jax.Array,
+) -> WorkerMeanState:
+    """The state after a push; ``before`` are the counts of workers before it.
+
+    The mean of a leaf without a gradient in the push that makes a step is carried on.
+    """
+    acts = jnp.array([*map(maps.has_gradient, maps.leaves(updates))])
+    present = acts | (state.present & jnp.any(before > 0))
+    present = jnp.where(accepted, present, state.present)
+    carried = jnp.where(acts, 0, state.carried + present.astype(jnp.int32))
+    carried = jnp.where(full, carried, state.carried)
+    return state._replace(present=present, carried=carried)
 
 
 def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:

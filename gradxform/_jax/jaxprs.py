@@ -1,11 +1,10 @@
-"""Reads jaxprs: evaluates one by a rule, divides it, follows a leaf through it."""
+"""Reads jaxprs: evaluates one by a rule, follows a leaf through it."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -113,19 +112,6 @@ def read(env: Mapping[Var, Any], atoms: Sequence[Var | Literal]) -> list[Any]:
     return [x.val if isinstance(x, Literal) else env[x] for x in atoms]
 
 
-def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same, with the inside of each ``jit`` in its place."""
-
-    def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
-        if name != Op.JIT:
-            return None
-        inside = eqn.params["jaxpr"]
-        return run(inside.jaxpr, [*inside.consts, *inputs], rule)
-
-    flat = jax.make_jaxpr(lambda *x: run(closed.jaxpr, [*closed.consts, *x], rule))
-    return flat(*closed.in_avals)
-
-
 def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:
     """Whether an ``io_callback`` is in it: each run of it may give another result."""
     return not {"IO", "OrderedIO"}.isdisjoint(map(str, program.effects))
@@ -174,16 +160,6 @@ def needed(
             kept.append(eqn)
             read.update(filter(is_variable, eqn.invars))
     return kept[::-1]
-
-
-def differentiated(result: Var | Literal, eqns: Sequence[JaxprEqn]) -> set[Var]:
-    """The variables by which ``result`` may have a derivative."""
-    found = set(filter(is_variable, [result]))
-    for eqn in reversed(eqns):
-        is_stopped = eqn.primitive.name == Op.STOP_GRADIENT
-        if not is_stopped and not found.isdisjoint(eqn.outvars):
-            found.update(filter(_is_real, filter(is_variable, eqn.invars)))
-    return found
 
 
 def among(atoms: Sequence[Var | Literal], variables: Collection[Var]) -> dict[int, Var]:
@@ -245,83 +221,21 @@ def derived_from(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:
     return found
 
 
-def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
-    """Where an input is used for the first time: in an equation, in one inside of it.
-
-    What makes a variable of it by slices is no use.
-    """
-    values = derived_from(jaxpr, [operand])
-    for index, eqn in enumerate(jaxpr.eqns):
-        found = among(eqn.invars, values)
-        if not found or follows(eqn):
-            continue
-        if eqn.primitive.name not in (Op.CHECKPOINT, Op.JIT):
-            return (index,)
-        inside = eqn.params["jaxpr"]  # That of a checkpoint has no constants.
-        inside = getattr(inside, "jaxpr", inside)
-        return index, *first_use(inside, min(found))
-    return (len(jaxpr.eqns),)
-
-
 def is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")
-
-
-def _is_real(x: Var) -> bool:
-    aval: Any = x.aval
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-class Part(NamedTuple):
-    """Equations that follow each other.
-
-    Attributes:
-      eqns: they.
-      reads: the variables that they read and do not compute.
-      makes: the variables that they compute, and that others read.
-    """
-
-    eqns: list[JaxprEqn]
-    reads: list[Var]
-    makes: list[Var]
-
-    @classmethod
-    def of(cls, eqns: list[JaxprEqn], others: Iterable[Var]) -> Part:
-        """The part with these equations; ``others`` are what others read."""
-        computed = dict.fromkeys(x for eqn in eqns for x in eqn.outvars)
-        reads = [x for x in variables_read(eqns) if x not in computed]
-        others = set(others)
-        return cls(eqns, reads, [x for x in computed if x in others])
-
-    def results(self, values: Sequence[Any]) -> list[jax.Array]:
-        """The values of ``makes``, from those of ``reads``."""
-        env = dict(zip(self.reads, values, strict=True))
-        advance(self.eqns, env)
-        return read(env, self.makes)
-
-
-def divided(
-    eqns: Sequence[JaxprEqn],
-    results: Sequence[Var | Literal],
-    is_alone: Callable[[JaxprEqn], bool],
-) -> list[Part | JaxprEqn]:
-    """Some equations alone, and those between them as parts.
-
-    ``results`` are what others read after all of them.
-    """
-    parts: list[Part | JaxprEqn] = []
-    later = set(filter(is_variable, results))
-    for alone, backwards in itertools.groupby(reversed(eqns), is_alone):
-        group = list(backwards)
-        parts += group if alone else [Part.of(group[::-1], later)]
-        later.update(variables_read(group))
-    return parts[::-1]
 
 
 def variables_read(eqns: Iterable[JaxprEqn]) -> list[Var]:
     """The variables that equations read, each once."""
     read = (x for eqn in eqns for x in eqn.invars)
     return [*dict.fromkeys(filter(is_variable, read))]
+
+
+def anywhere(jaxpr: Jaxpr, name: str) -> list[JaxprEqn]:
+    """The equations with this operation, also those inside of others."""
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == name]
+    programs = (x for eqn in jaxpr.eqns for x in inside(eqn))
+    return found + [eqn for program in programs for eqn in anywhere(program, name)]
 
 
 def inside(eqn: JaxprEqn) -> Iterator[Jaxpr]:

@@ -42,6 +42,7 @@ class Op(enum.StrEnum):
     RESHAPE = "reshape"
     RESHARD = "reshard"
     SCAN = "scan"
+    SHARD_MAP = "shard_map"
     SLICE = "slice"
     STACK = "stack"
     STOP_GRADIENT = "stop_gradient"
@@ -53,6 +54,8 @@ class Op(enum.StrEnum):
 
 # These keep the values of an array, and make no copy by themselves.
 SAME_VALUES = frozenset({"pvary", "pcast", "reshard", "sharding_constraint"})
+# The sharding that some of them give is this parameter.
+PLACEMENTS = {"reshard": "dst_sharding", "sharding_constraint": "sharding"}
 # Each entry of their result is made of the same entry of their only operand.
 OF_ONE_ENTRY = frozenset({Op.CAST, Op.COPY, Op.NAME, Op.STOP_GRADIENT})
 # These make entries that no operand has.
@@ -241,6 +244,13 @@ def before_tracing() -> None:
     0.12 it adds settings that every trace depends on: running traces would be repeated.
     """
     from jax.extend import core  # noqa: F401
+
+
+def used_inputs(jaxpr: jax.extend.core.Jaxpr) -> list[bool]:
+    """Which inputs of a jaxpr its results need, or an effect in it."""
+    from jax.interpreters import partial_eval
+
+    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
 def scan_lengths(scan: jax.extend.core.JaxprEqn) -> tuple[int, int]:

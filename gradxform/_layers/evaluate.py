@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import jax
 import optax
 
-from gradxform._checks import structures
+from gradxform._checks import keywords, structures
 from gradxform._devices import host
-from gradxform._jax import versions
+from gradxform._jax import programs, versions
+from gradxform._layers import layer_loop, tpu
 from gradxform._layers import layers as layered
-from gradxform._layers import tpu
-from gradxform._layers.forward import Forward, Stack
-from gradxform._layers.stacks import StackVariable
+from gradxform._layers.forward import Forward, LayerResults, Use
+from gradxform._layers.stacks import Scan, StackVariable
+from gradxform._layers.step_leaves import ByIndex
 from gradxform._trees import maps
 from gradxform._trees.types import Path, T
 
@@ -76,7 +78,7 @@ def evaluate(
     if layers:
         versions.before_tracing()
 
-    def evaluated(params: optax.Params, *args: Any, **kwargs: Any) -> R_co:
+    def evaluated(params: optax.Params, /, *args: Any, **kwargs: Any) -> R_co:
         paths = layered.paths_of(layers, params)
 
         def of_params(params: optax.Params) -> R_co:
@@ -89,7 +91,39 @@ def evaluate(
             raise TypeError(f"f must return arrays, got {results!r}.")
         return results
 
-    return cast(Evaluated[P, R_co], jax.jit(evaluated))
+    return cast(Evaluated[P, R_co], keywords.Jitted(evaluated, trees=1))
+
+
+@dataclasses.dataclass
+class _Reader:
+    """Reads stacks that nothing changes.
+
+    Attributes:
+      arrays: the stacks, by their indices.
+      scanned: the indices of those that came by layers so far.
+      uses: the first operand for which a stack came whole, by its index.
+    """
+
+    arrays: ByIndex
+    scanned: set[int] = dataclasses.field(default_factory=set)
+    uses: dict[int, Use | None] = dataclasses.field(default_factory=dict)
+    is_differentiated: bool = False
+
+    def scan(
+        self, scan: Scan, inputs: list[Any], layer_results: LayerResults
+    ) -> list[jax.Array]:
+        """The results of a scan over stacks."""
+        stacks = {n: x.placed(self.arrays[n]) for n, x in scan.stacked.items()}
+        self.scanned.update(stacks)
+        results, _, _ = layer_loop.over_layers(
+            scan, inputs, stacks, layer_results, keeps_carries=False
+        )
+        return results
+
+    def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
+        """All of a variable."""
+        self.uses.setdefault(stack.index, use)
+        return stack.whole(self.arrays[stack.index])
 
 
 def _by_layers(
@@ -111,16 +145,15 @@ def _by_layers(
     }
     with jax.disable_jit(False):  # Otherwise it would unroll each scan.
         closed, shapes = jax.make_jaxpr(of_stacks, return_shape=True)(types)
-    values = [
-        Stack(StackVariable(n, structures.path_str(names[n])), x)
-        for n, x in stacks.items()
-    ]
-    forward = Forward()
-    results = forward.results(closed.jaxpr, [*closed.consts, *values])
-    for x in values:
-        if x.variable.index not in forward.scanned:
+    reader = _Reader(dict(stacks))
+    variables = [StackVariable(n, structures.path_str(names[n])) for n in stacks]
+    closed = programs.placed(closed)
+    program = programs.Program(closed.jaxpr, closed.consts)
+    results = Forward(reader).results(program, variables)
+    for x in variables:
+        if x.index not in reader.scanned:
             raise ValueError(
-                f"{x.variable.path!r} is one of layers, but no jax.lax.scan of f goes "
-                "over its layers. Leave it out of layers: then it comes whole."
+                f"{x.path!r} is one of layers, but no jax.lax.scan of f goes over its "
+                "layers. Leave it out of layers: then it comes whole."
             )
     return jax.tree.unflatten(jax.tree.structure(shapes), results)

@@ -1,52 +1,69 @@
-"""Evaluates a jaxpr of stacks that nothing changes, one layer of them at a time.
+"""Evaluates a jaxpr whose inputs may be stacks of layers.
 
 Each equation is evaluated as it is. A stack waits until an equation reads it: a scan
-over its layers gets them one by one, wherever the scan is, and anything else gets the
-whole stack.
+over its layers gets them one by one, and anything else gets the whole stack. A reader
+says how: that of a step differentiates the loss, that of ``evaluate`` does not.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
-from gradxform._devices import host
-from gradxform._jax import jaxprs, versions
+from gradxform._jax import jaxprs, programs, versions
+from gradxform._jax.programs import Program, Runs
 from gradxform._jax.versions import Op
-from gradxform._layers import layer_loop
 from gradxform._layers.stacks import Scan, StackVariable
+from gradxform._layers.step_leaves import ByIndex
+from gradxform._numbers import arithmetic
+from gradxform._slices.rules import shape_of
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import JaxprEqn, Literal, Var
+
+# An array, or a stack that waits.
+Value: TypeAlias = "jax.Array | StackVariable"
+# Operands of a scan's body -> its results
+LayerResults: TypeAlias = Callable[[list[Any]], list[jax.Array]]
 
 
-class Stack(NamedTuple):
-    """A stack that waits.
+class Use(NamedTuple):
+    """An operand of an equation, by its position."""
+
+    eqn: JaxprEqn
+    operand: int
+
+    @property
+    def is_scanned(self) -> bool:
+        """Whether a scan goes over it."""
+        is_scan = jaxprs.name_of(self.eqn) == Op.SCAN
+        return is_scan and self.operand >= sum(versions.scan_lengths(self.eqn))
+
+
+class Reader(Protocol):
+    """How stacks are read.
 
     Attributes:
-      variable: the equations that make a variable of it.
-      array: the stack, on the host or on the device.
+      arrays: the stacks, by their indices.
+      is_differentiated: whether JAX differentiates all this. Then a stack comes whole
+        into loops, conditionals, and functions with a derivative of their own.
     """
 
-    variable: StackVariable
-    array: jax.Array
+    arrays: ByIndex
+    is_differentiated: bool
 
-    def whole(self) -> jax.Array:
-        """All of the variable, on the device."""
-        return jaxprs.evaluated(self.variable.equations, host.to_device(self.array))
+    def scan(
+        self, scan: Scan, inputs: list[Any], layer_results: LayerResults
+    ) -> list[jax.Array]:
+        """The results of a scan over stacks; ``inputs`` has None for these."""
 
-    def axis(self, length: int) -> int | None:
-        """The axis whose layers a scan can read one by one; None if it cannot."""
-        axis = self.variable.axis(length) if length else None
-        is_cut = axis is not None and jax.typeof(self.array).sharding.spec[axis]
-        return None if is_cut else axis
-
-
-Value: TypeAlias = jax.Array | Stack
+    def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
+        """All of a variable, for an operand; None: for the results."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,108 +71,197 @@ class Forward:
     """Evaluates jaxprs whose inputs may be stacks.
 
     Attributes:
-      scanned: the indices of the stacks that came by layers so far.
+      reader: how it reads them.
+      checkpoints: the options of each ``jax.checkpoint`` that it is inside of.
     """
 
-    scanned: set[int] = dataclasses.field(default_factory=set)
+    reader: Reader
+    checkpoints: tuple[Mapping[str, Any], ...] = ()  # Also policies of users.
 
-    def results(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[jax.Array]:
-        """The results of a jaxpr, as arrays."""
-        return list(map(_array, jaxprs.run(jaxpr, inputs, self._apply)))
+    def results(self, program: Program, inputs: Sequence[Value]) -> list[jax.Array]:
+        """The results of a program, as arrays."""
+        return [self._array(x, None) for x in self._run(program, inputs)]
+
+    def _run(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+        if not self.checkpoints:
+            return program.run(inputs, self._apply)
+        return self._run_apart(program, inputs)
+
+    def _run_apart(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+        """With a checkpoint for each group of equations between those that read stacks.
+
+        A scan over stacks needs none: each of its layers is computed again anyway.
+        """
+        jaxpr = program.jaxpr
+        env = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env |= zip(jaxpr.invars, inputs, strict=True)
+        eqns = jaxprs.equations(jaxpr)
+        group: list[JaxprEqn] = []
+        for index, eqn in enumerate(eqns):
+            read = [env.get(x) for x in eqn.invars if jaxprs.is_variable(x)]
+            if not any(isinstance(x, StackVariable) for x in read):
+                group.append(eqn)
+                continue
+            if not jaxprs.follows(eqn):  # What is made of stacks alone divides nothing.
+                later = {*jaxprs.variables_read(eqns[index:]), *jaxpr.outvars}
+                self._run_group(group, later, env)
+                group = []
+            jaxprs.advance([eqn], env, self._apply)
+        self._run_group(group, set(jaxpr.outvars), env)
+        return jaxprs.read(env, jaxpr.outvars)
+
+    def _run_group(
+        self,
+        eqns: list[JaxprEqn],
+        later: set[Var | Literal],
+        env: dict[Var, Any],
+    ) -> None:
+        """Adds the results of some equations that later ones read, by a checkpoint."""
+        made = [x for eqn in eqns for x in eqn.outvars]
+        reads = [x for x in jaxprs.variables_read(eqns) if x not in {*made}]
+        makes = [x for x in made if x in later]
+
+        def f(inputs: list[Any]) -> list[Any]:
+            inside = dict(zip(reads, inputs, strict=True))
+            jaxprs.advance(eqns, inside)
+            return jaxprs.read(inside, makes)
+
+        for options in self.checkpoints:
+            f = jax.checkpoint(f, **options)
+        if eqns:
+            env.update(zip(makes, f(jaxprs.read(env, reads)), strict=True))
 
     def _apply(
         self, name: str, inputs: list[Value], eqn: JaxprEqn
     ) -> Sequence[Value] | None:
         """The results of an equation that reads stacks; None for any other one."""
-        if not any(isinstance(x, Stack) for x in inputs):
+        if not any(isinstance(x, StackVariable) for x in inputs):
             return None
-        if jaxprs.follows(eqn) and isinstance(x := inputs[0], Stack):
-            return [Stack(x.variable.then(eqn), x.array)]
-        if name in _CALLS:
+        if jaxprs.follows(eqn) and isinstance(x := inputs[0], StackVariable):
+            return [x.then(eqn)]
+        runs = programs.OPERATIONS.get(name)
+        is_plain = not self.reader.is_differentiated
+        if runs is Runs.NEVER:
+            return self._beside(eqn, inputs)
+        if runs is Runs.ONCE or (runs is Runs.DERIVED and is_plain):
+            return self._inside(eqn)._run(programs.program(eqn), inputs)
+        if name == Op.SCAN:
+            return self._scan(eqn, inputs)
+        if name in _CALLS and is_plain and "branches_platforms" not in eqn.params:
             return _CALLS[name](self, eqn, inputs)
-        return versions.bind(eqn, list(map(_array, inputs)))
+        return self._whole(eqn, inputs)
 
-    def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        inside = eqn.params["jaxpr"]
-        return jaxprs.run(inside.jaxpr, [*inside.consts, *inputs], self._apply)
+    def _inside(self, eqn: JaxprEqn) -> Forward:
+        """The same inside of an equation, which may be a checkpoint."""
+        if jaxprs.name_of(eqn) != Op.CHECKPOINT:
+            return self
+        options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
+        return dataclasses.replace(self, checkpoints=(options, *self.checkpoints))
 
-    def _checkpoint(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        return jaxprs.run(eqn.params["jaxpr"], inputs, self._apply)
+    def _whole(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
+        uses = (Use(eqn, k) for k in range(len(inputs)))
+        return versions.bind(eqn, list(map(self._array, inputs, uses)))
+
+    def _array(self, x: Value, use: Use | None) -> jax.Array:
+        return self.reader.whole(x, use) if isinstance(x, StackVariable) else x
+
+    def _beside(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of a barrier: stacks go past it."""
+        others = [x for x in inputs if not isinstance(x, StackVariable)]
+        new = iter(versions.bind(eqn, others) if others else others)
+        return [x if isinstance(x, StackVariable) else next(new) for x in inputs]
 
     def _scan(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
         """The results of a scan, which may go over stacks, and read others inside."""
-        num_consts, num_carry = versions.scan_lengths(eqn)
-        length, start = eqn.params["length"], num_consts + num_carry
+        num_consts, _ = versions.scan_lengths(eqn)
         stacks: dict[int, StackVariable] = {}
-        arrays: dict[int, jax.Array] = {}
         axes: dict[int, int] = {}
         for k, x in enumerate(inputs):
-            if k < start or not isinstance(x, Stack):
+            if not (isinstance(x, StackVariable) and Use(eqn, k).is_scanned):
                 continue
-            axis = x.axis(length)
-            if axis is not None and axes.setdefault(x.variable.index, axis) == axis:
-                stacks[k], arrays[x.variable.index] = x.variable, x.array
-        self.scanned.update(arrays)
-        scan, body = Scan(eqn, stacks, set(), False), eqn.params["jaxpr"]
-        results, _, _ = layer_loop.over_layers(
-            scan,
-            _operands(
-                eqn,
-                [None if k in stacks else x for k, x in enumerate(inputs)],
-                num_consts,
-            ),
-            {n: x.placed(arrays[n]) for n, x in scan.stacked.items()},
-            lambda operands: self.results(body.jaxpr, [*body.consts, *operands]),
-            keeps_carries=False,
+            axis = self._axis(x, eqn)
+            if axis is not None and axes.setdefault(x.index, axis) == axis:
+                stacks[k] = x
+        is_plain = not self.reader.is_differentiated
+        if not (stacks or is_plain):
+            return self._whole(eqn, inputs)
+        operands = self._operands(
+            eqn,
+            [None if k in stacks else x for k, x in enumerate(inputs)],
+            num_consts if is_plain else 0,
         )
-        return results
+        body = programs.program(eqn)
+        return self.reader.scan(
+            Scan(eqn, stacks),
+            operands,
+            lambda operands: self._of_loop().results(body, operands),
+        )
+
+    def _axis(self, stack: StackVariable, scan: JaxprEqn) -> int | None:
+        """The axis whose layers a scan reads one by one; None if it cannot."""
+        axis, array = stack.axis(scan.params["length"]), self.reader.arrays[stack.index]
+        if axis is None or jax.typeof(array).sharding.spec[axis]:
+            return None
+        # A backward pass would call it once more, and get another result.
+        is_called_twice = self.reader.is_differentiated and jaxprs.calls_host(scan)
+        return None if is_called_twice else axis
+
+    def _of_loop(self) -> Forward:
+        """The same within a loop or a conditional, which need no checkpoint."""
+        return dataclasses.replace(self, checkpoints=())
 
     def _while(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
         num_ends = eqn.params["cond_nconsts"]
         start = num_ends + eqn.params["body_nconsts"]
-        operands = _operands(eqn, inputs, start)
+        operands = self._operands(eqn, inputs, start)
+        ends, body = (
+            Program(x.jaxpr, x.consts)
+            for x in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
+        )
+        inside = self._of_loop()
 
-        def call(program: ClosedJaxpr, consts: Sequence[Value]) -> Callable[..., Any]:
-            before = [*program.consts, *consts]
-            return lambda carry: self.results(program.jaxpr, [*before, *carry])
+        def goes_on(carry: list[jax.Array]) -> jax.Array:
+            return inside.results(ends, [*operands[:num_ends], *carry])[0]
 
-        ends = call(eqn.params["cond_jaxpr"], operands[:num_ends])
-        body = call(eqn.params["body_jaxpr"], operands[num_ends:start])
-        return jax.lax.while_loop(lambda x: ends(x)[0], body, operands[start:])
+        def turn(carry: list[jax.Array]) -> list[jax.Array]:
+            new = inside.results(body, [*operands[num_ends:start], *carry])
+            if not shape_of(ends.jaxpr.outvars[0]):
+                return new
+            # Of a batch, each example that has left the loop stays as it is.
+            pred = goes_on(carry)
+            return [
+                jnp.where(arithmetic.expand(pred, x), x, y)
+                for x, y in zip(new, carry, strict=True)
+            ]
+
+        return jax.lax.while_loop(lambda x: jnp.any(goes_on(x)), turn, operands[start:])
 
     def _cond(self, eqn: JaxprEqn, inputs: list[Value]) -> list[jax.Array]:
-        if eqn.params.get("branches_platforms"):
-            return versions.bind(eqn, list(map(_array, inputs)))
         index, *operands = inputs
+        inside = self._of_loop()
 
-        def branch(program: ClosedJaxpr) -> list[jax.Array]:
-            return self.results(program.jaxpr, [*program.consts, *operands])
+        def branch(program: Program) -> list[jax.Array]:
+            return inside.results(program, operands)
 
-        branches = eqn.params["branches"]
+        branches = [Program(x.jaxpr, x.consts) for x in eqn.params["branches"]]
         sides = [functools.partial(branch, program) for program in branches]
-        return jax.lax.switch(index, sides)
+        return jax.lax.switch(self._array(index, Use(eqn, 0)), sides)
+
+    def _operands(
+        self, eqn: JaxprEqn, inputs: Sequence[Value | None], num_consts: int
+    ) -> list[Any]:
+        """Inputs of a loop, where stacks may be among the first constants alone."""
+
+        def operand(k: int, x: Value | None, of: Var | Literal) -> Any:
+            if x is None or (k < num_consts and isinstance(x, StackVariable)):
+                return x
+            return jaxprs.as_array(self._array(x, Use(eqn, k)), of)
+
+        return list(map(operand, range(len(inputs)), inputs, eqn.invars))
 
 
-# These run programs inside.
-_CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Value]], Sequence[Value]]] = {
-    Op.CHECKPOINT: Forward._checkpoint,
+# These run programs in turns, or one of several. A scan is the third.
+_CALLS: dict[str, Callable[[Forward, JaxprEqn, list[Value]], list[jax.Array]]] = {
     Op.COND: Forward._cond,
-    Op.JIT: Forward._jit,
-    Op.SCAN: Forward._scan,
     Op.WHILE: Forward._while,
 }
-
-
-def _array(x: Value) -> jax.Array:
-    return x.whole() if isinstance(x, Stack) else x
-
-
-def _operands(eqn: JaxprEqn, inputs: Sequence[Any], num_consts: int) -> list[Any]:
-    """Inputs of a loop, where stacks may be among the constants alone."""
-
-    def operand(k: int, x: Any, of: Var | Literal) -> Any:
-        if x is None or (k < num_consts and isinstance(x, Stack)):
-            return x
-        return jaxprs.as_array(_array(x), of)
-
-    return list(map(operand, range(len(inputs)), inputs, eqn.invars))

@@ -19,7 +19,8 @@ import optax
 
 from gradxform._checks import structures
 from gradxform._devices import host
-from gradxform._layers import passes, stacks
+from gradxform._jax import programs
+from gradxform._layers import passes
 from gradxform._layers.by_layer import Update
 from gradxform._layers.step_leaves import ByIndex
 from gradxform._rows.lookup import LossOfRows, Offsets, Tables
@@ -95,19 +96,20 @@ def step(
         closed, shapes = traced(types, by_rows.offsets)
     offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
     named = {n: strings[n] for n in dense if names[n] in paths}
-    loss = stacks.find_scans(closed, [*dense, *offsets], named, frozen)
-    results, of_scans, backward = passes.forward(loss, dense | offsets, frozen)
+    results, backward = passes.forward(
+        programs.placed(closed), dense | offsets, named, frozen
+    )
     value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)
     sources = [
-        Source(scan.length, 1, scan.length == 1, names[min(scan.learning)])
-        if scan.learning
+        Source(own.scan.length, 1, own.scan.length == 1, names[min(own.applied)])
+        if own.applied
         else None
-        for scan in loss.scans
+        for own in backward.passes
     ]
     arrays = {
-        names[n]: Whole(jnp.shape(leaves[n]), source, stacked.axis)
-        for scan, source in zip(loss.scans, sources, strict=True)
-        for n, stacked in scan.learning.items()
+        names[n]: Whole(jnp.shape(leaves[n]), source, own.scan.stacked[n].axis)
+        for own, source in zip(backward.passes, sources, strict=True)
+        for n in own.applied
         if source
     }
 
@@ -121,8 +123,8 @@ def step(
     def updated(*, two_passes: bool) -> tuple[optax.Params, optax.OptState]:
         update = Update.of(tx, arrays, sources, args, with_tables)
         if not two_passes:
-            return update.after(backward.run, of_scans)
-        update, same, scalars = update.after_first_pass(backward.run, of_scans)
+            return update.after(backward.run, backward.stacks)
+        update, same, scalars = update.after_first_pass(backward.run, backward.stacks)
         return update.after(backward.after(scalars).run, same)
 
     return (value, *aux), *_tried(updated, arrays, two_passes=two_passes)

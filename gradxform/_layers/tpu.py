@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from gradxform._devices import host
-from gradxform._jax import compilers, jaxprs
+from gradxform._jax import compilers, programs
 from gradxform._layers.stacks import Scan
 from gradxform._numbers import constants
 from gradxform._trees import maps
@@ -28,9 +28,9 @@ def backwards(scan: Scan) -> list[int]:
 
     The body has used a stack for the first time when its gradient is complete.
     """
-    body = scan.eqn.params["jaxpr"].jaxpr
+    body = programs.program(scan.eqn).jaxpr
     uses = [
-        (jaxprs.first_use(body, k), stack.index) for k, stack in scan.stacks.items()
+        (programs.first_use(body, k), stack.index) for k, stack in scan.stacks.items()
     ]
     # A stack may be several inputs. Its first use counts.
     return [*dict.fromkeys(n for _, n in sorted(uses))][::-1]

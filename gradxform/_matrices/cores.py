@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
+from gradxform._matrices import equality
 from gradxform._matrices.placements import Names
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
@@ -394,24 +395,24 @@ class TracedUpdate:
 
 def matrices(core: MatrixCore) -> Matrices:
     """The axes along which a core has matrices, and its program for one of them."""
-    return _matrices(_Text(core.program))
+    return _matrices(_Program(core.program))
 
 
-class _Text:
-    """A program that is equal to one with the same text."""
+class _Program:
+    """A program, as a key: it is equal to equal ones."""
 
     def __init__(self, program: ClosedJaxpr) -> None:
-        self.program, self.text = program, text(program)
+        self.program, self.key = program, equality.of_program(program)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Text) and self.text == other.text
+        return isinstance(other, _Program) and self.key == other.key
 
     def __hash__(self) -> int:
-        return hash(self.text)
+        return hash(self.key)
 
 
 @functools.lru_cache(maxsize=256)
-def _matrices(of: _Text) -> Matrices:
+def _matrices(of: _Program) -> Matrices:
     program = longest = of.program
     axes: list[int] = []
     shape = shape_of(program.in_avals[0])
@@ -426,11 +427,6 @@ def _matrices(of: _Text) -> Matrices:
         if len(axes) == found:
             last = axes[-1] if axes else None
             return Matrices(tuple(sorted(axes)), program, longest, last)
-
-
-def text(program: ClosedJaxpr) -> str:
-    """The text of a program: that of equal programs is equal."""
-    return str(program)
 
 
 def _for_one(program: ClosedJaxpr, axis: int) -> ClosedJaxpr | None:

@@ -12,14 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import numpy as np
 import optax
 from jax.sharding import NamedSharding
 
 from gradxform._checks import arguments
 from gradxform._devices import mesh as meshes
-from gradxform._jax import compilers, jaxprs, versions
-from gradxform._matrices import cores, exchange, placements
+from gradxform._jax import compilers, jaxprs, programs, versions
+from gradxform._matrices import cores, equality, exchange, placements
 from gradxform._matrices.cores import Matrices, MatrixCore, NoCoreError
 from gradxform._matrices.exchange import Cut
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
@@ -30,7 +29,6 @@ from gradxform._trees.types import Prefix
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Var
 
-_SMALL = 4096  # Larger constants are not compared.
 _UNKNOWN = (
     "whole_matrices needs shardings here: where arrays are traced, automatic axes do "
     "not say where they lie. Pass whole_matrices(inner, shardings) with those of the "
@@ -175,7 +173,7 @@ class CutStep:
         types = [_uncut(leaves[n]) for n in given]
         with cores.tracing():
             closed, results = jax.make_jaxpr(call, return_shape=True)(types)
-            closed = jaxprs.inlined(closed)
+            closed = programs.inlined(closed)
         structure: Any = jax.tree.structure(results)
         updates, params, state, _ = args
         start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))
@@ -214,14 +212,14 @@ class CutStep:
     ) -> list[Group]:
         """Equal cores."""
         consts = zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)
-        values = {x: _value(y) for x, y in consts}
+        values = {x: equality.of_value(y) for x, y in consts}
         groups: dict[object, Group] = {}
         for core in found:
             of_core = cores.matrices(core)
             x, *constants = core.reads
             cut = Cut(of_core.axes, names.get(x) or ((),) * len(shape_of(x)))
-            program = cores.text(of_core.program)
-            same = [values.get(x) or x for x in constants]
+            program = equality.of_program(of_core.program)
+            same = [values.get(x, x) for x in constants]
             key = program, of_core.axes, cut.of_matrix, cut.of_batch, *same
             group = groups.setdefault(key, Group(of_core, [], []))
             group.cores.append(core)
@@ -298,14 +296,6 @@ class CutStep:
             last = _run_group(group, env, last, mesh)
         jaxprs.advance(after, env)
         return jaxprs.read(env, jaxpr.outvars)
-
-
-def _value(x: Any) -> object:
-    """What is equal for equal small constants; None if nobody knows the numbers."""
-    if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
-        return None
-    x = np.asarray(x)
-    return x.shape, x.dtype, x.tobytes()
 
 
 def _run_group(

@@ -123,6 +123,16 @@ def stacked(x: jax.Array, n: int) -> jax.Array:
     return copies
 
 
+def unstacked(x: jax.Array) -> list[jax.Array]:
+    """The numbers of a vector, such as one for each leaf of a tree.
+
+    The compiler does not know their indices. So all leaves of a shape have one kernel:
+    for 600 leaves a program compiles in 2 s on CPU, and not in 12 s.
+    """
+    indices, x = compilers.barrier(([*map(jnp.uint32, range(len(x)))], x))
+    return [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for i in indices]
+
+
 def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     """A scalar 0 on all devices of the parameters."""
     there = [p for p in jax.tree.leaves(params) if not host.is_on_host(p)]

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._jax import jaxprs, versions
+from gradxform._jax import jaxprs, programs, versions
 from gradxform._jax.jaxprs import LeafVariable
 from gradxform._jax.versions import Op
 from gradxform._numbers import arithmetic
@@ -96,7 +96,8 @@ def trace(
         returned[:] = treedef, is_traced, rest
         return [x for t, x in zip(is_traced, leaves, strict=True) if t]
 
-    closed = jax.make_jaxpr(arrays)(dense, {i: _whole(x) for i, x in tables.items()})
+    whole = {i: _whole(x) for i, x in tables.items()}
+    closed = programs.placed(jax.make_jaxpr(arrays)(dense, whole))
     treedef, is_traced, rest = returned
 
     def run(dense: dict[int, Any], on_rows: OnRows) -> tuple[Any, Ids]:
@@ -141,7 +142,7 @@ class _Reader(NamedTuple):
             return None
         table: _Table = inputs[k]
         if name == Op.JIT:
-            return self.run(eqn.params["jaxpr"], inputs)
+            return programs.run(eqn, inputs, self.apply)
         if name == Op.UNSTACK and eqn.params["axis"] == 0:
             rows = jax.make_jaxpr(lambda x: [x[i] for i in range(len(x))])
             return self.run(rows(eqn.invars[0].aval), inputs)
@@ -175,7 +176,7 @@ class _Reader(NamedTuple):
 
         def inside(*inputs: object) -> tuple[list[Any], Ids]:
             reader = self._replace(ids={i: [] for i in self.ids})
-            return jaxprs.run(eqn.params["jaxpr"], inputs, reader.apply), reader.ids
+            return programs.run(eqn, inputs, reader.apply), reader.ids
 
         how = {name: eqn.params[name] for name in ("prevent_cse", "policy")}
         results, read = jax.checkpoint(inside, **how)(*inputs)

@@ -19,11 +19,13 @@ from gradxform._rows.stored_rows import padded
 from gradxform._server.callbacks import Callbacks
 from gradxform._server.placement import Leaves, Specs, bring, built, compiled, traced
 from gradxform._server.reader import size_for
-from gradxform._steps.apply import apply_gradients
+from gradxform._steps.apply import applied
 from gradxform._trees import dtypes, maps
 from gradxform._trees.types import Leaf, PyTree, SparseLeaf
 
 MAX_PROGRAMS = 256  # Each is a compiled step of the model; the oldest goes first.
+# A server and its engines give these to any transformation.
+_GIVEN = "local_step", "worker"
 
 # (leaves of (params, state), leaves of (grads, extra), local_step)
 # -> (leaves of (params, state), counters)
@@ -108,9 +110,8 @@ class PushPrograms:
             params, state = arrays["params"], arrays["state"]
             grads, extra = jax.tree.unflatten(tree, pushed)
             before = dropped(state)
-            params, state = apply_gradients(
-                self._tx, grads, state, params, local_step=local_step, **extra
-            )
+            extra |= {"local_step": local_step}
+            params, state = applied(self._tx, grads, state, params, extra, _GIVEN)
             counters = [outermost(state, "global_step"), dropped(state) - before]
             return jax.tree.leaves((params, state)), jnp.stack(counters)
 

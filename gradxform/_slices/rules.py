@@ -345,6 +345,8 @@ def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
     """The same equation for another number of slices of the result."""
     if name == Op.CONVOLUTION:
         return _regrouped(eqn, along, length)
+    if name in versions.PLACEMENTS:
+        return _replaced(name, eqn, along.axis)
     if name not in versions.OF_SHAPE:
         return eqn
     shape: Any = along.of(shape_of(eqn.outvars[0]), length)
@@ -360,6 +362,17 @@ def resized(name: str, eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:
         if axis is not None and index is None:
             shape = along._replace(axis=axis).of(shape, length)
     return eqn.replace(params=eqn.params | {versions.OF_SHAPE[name]: shape})
+
+
+def _replaced(name: str, eqn: JaxprEqn, axis: int) -> JaxprEqn:
+    """A placement for some slices, which no mesh axis cuts."""
+    sharding = eqn.params[versions.PLACEMENTS[name]]
+    cuts = [*sharding.spec]
+    if axis >= len(cuts) or not isinstance(cuts[axis], str | tuple):
+        return eqn
+    cuts[axis] = None
+    new = sharding.update(spec=sharding.spec.update(partitions=cuts))
+    return eqn.replace(params=eqn.params | {versions.PLACEMENTS[name]: new})
 
 
 def _regrouped(eqn: JaxprEqn, along: Along, length: int) -> JaxprEqn:

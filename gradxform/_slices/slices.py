@@ -27,7 +27,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradxform._devices import host
-from gradxform._jax import jaxprs, versions
+from gradxform._jax import jaxprs, programs, versions
+from gradxform._jax.programs import Program
 from gradxform._jax.versions import Op
 from gradxform._numbers import arithmetic
 from gradxform._slices.rules import RULES, Along, after, is_made, resized, shape_of
@@ -191,7 +192,7 @@ def trace_whole(
     types = {i: described(i, x) for i, x in inputs.items()}
     with jax.disable_jit(False):  # Otherwise it would unroll loops.
         closed, results = jax.make_jaxpr(call, return_shape=True)(types)
-    return WholeProgram(closed, jax.tree.structure(results))
+    return WholeProgram(programs.placed(closed), jax.tree.structure(results))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,7 +219,9 @@ class Evaluator:
         default_factory=dict
     )
 
-    def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
+    def results(
+        self, closed: ClosedJaxpr | Program, inputs: Sequence[Value]
+    ) -> list[Value]:
         """The results of a jaxpr; some of them may be missing, as some inputs are."""
         consts = [Constant(x) if shape_of(x) else x for x in closed.consts]
         return jaxprs.run(closed.jaxpr, [*consts, *inputs], self._anew().apply)
@@ -419,7 +422,9 @@ class Evaluator:
         """The same within another trace: nobody outside can use values from there."""
         return dataclasses.replace(self._anew(), notes=None)
 
-    def _jit(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+    def _once(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
+        """The results of an operation that runs its program once."""
+        # As `programs.program` has it. A call for each equation would be many.
         name = "jaxpr" if "jaxpr" in eqn.params else "call_jaxpr"
         return self._inside(eqn).results(eqn.params[name], inputs)
 
@@ -663,7 +668,7 @@ class Evaluator:
 
     def _custom_jvp(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """The results of a ``custom_jvp``, with its derivative."""
-        closed, num_results = versions.opened(eqn), len(eqn.outvars)
+        closed, num_results = programs.program(eqn), len(eqn.outvars)
         run = functools.partial(self._inside(eqn).results, closed)
         if _missing(inputs):  # It has no derivative either.
             return run(inputs)
@@ -677,7 +682,7 @@ class Evaluator:
         rebuild, held = self._inside(eqn)._rebuilt()
 
         def results(
-            inside: Evaluator, program: ClosedJaxpr, *arrays: jax.Array
+            inside: Evaluator, program: ClosedJaxpr | Program, *arrays: jax.Array
         ) -> list[Value]:
             each = before * (len(arrays) // len(before))
             values = inside.results(program, list(map(_of_kind, arrays, each)))
@@ -742,14 +747,14 @@ class Evaluator:
 # These run programs inside, and some of their results need only some of their inputs.
 _CALLS: dict[str, Callable[[Evaluator, JaxprEqn, list[Value]], list[Value]]] = {
     Op.BARRIER: Evaluator._barrier,
-    Op.CALL: Evaluator._jit,
+    Op.CALL: Evaluator._once,
     Op.CHECKPOINT: Evaluator._checkpoint,
     Op.COND: Evaluator._cond,
     Op.CUSTOM_JVP: Evaluator._custom_jvp,
     Op.CUSTOM_VJP: Evaluator._custom_jvp,  # The derivative of its rule is refused.
     Op.DEVICE_PUT: Evaluator._device_put,
     Op.HIGH: Evaluator._opened,
-    Op.JIT: Evaluator._jit,
+    Op.JIT: Evaluator._once,
     Op.LINEAR_SOLVE: Evaluator._opened,
     Op.SCAN: Evaluator._scan,
     Op.WHILE: Evaluator._while,

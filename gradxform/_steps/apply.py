@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection
-from typing import Any, Protocol, cast
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast, overload
 
 import jax
 import optax
 
-from gradxform._checks import arguments, structures
+from gradxform._checks import arguments, keywords, structures
 from gradxform._devices import host
 from gradxform._gates import gate, missing
 from gradxform._jax import versions
@@ -18,16 +19,49 @@ from gradxform._rows import boundary, table_rows
 from gradxform._rows.lookup import Tables, value_and_grad
 from gradxform._steps.donation import Donating
 from gradxform._trees import maps
-from gradxform._trees.extra_args import accepted_kwargs
+from gradxform._trees.extra_args import Words, accepted_kwargs
 from gradxform._trees.types import Leaf, Params, Prefix, PyTree, State
 
+P = ParamSpec("P")
+# Parameters, state, the loss, and with ``has_aux`` the aux.
+_Result: TypeAlias = tuple[Params, State, jax.Array, *tuple[Any, ...]]
 
-class Step(Protocol):
-    """What :func:`minimize` returns."""
 
+class Step(Protocol[P]):
+    """What :func:`minimize` returns: it is called as the loss, with ``state`` beside.
+
+    Python cannot describe the keywords of a loss together with others. So beside one
+    that a gate reads, type checkers take any batch.
+    """
+
+    @overload
     def __call__(
-        self, params: Params, state: State, *batch: object, **extra: object
-    ) -> tuple[Params, State, jax.Array, *tuple[Any, ...]]: ...
+        self, params: Params, state: State, /, *batch: P.args, **keywords: P.kwargs
+    ) -> _Result[Params, State]: ...
+    @overload
+    def __call__(
+        self, params: Params, state: State, /, *batch: Any, local_step: Any, **_: Any
+    ) -> _Result[Params, State]: ...
+    @overload
+    def __call__(
+        self, params: Params, state: State, /, *batch: Any, weight: Any, **_: Any
+    ) -> _Result[Params, State]: ...
+    @overload
+    def __call__(
+        self, params: Params, state: State, /, *batch: Any, last: Any, **_: Any
+    ) -> _Result[Params, State]: ...
+    @overload
+    def __call__(
+        self, params: Params, state: State, /, *batch: Any, worker: Any, **_: Any
+    ) -> _Result[Params, State]: ...
+    @overload
+    def __call__(
+        self, params: Params, state: State, /, *batch: Any, value: Any, **_: Any
+    ) -> _Result[Params, State]: ...
+    @overload  # Of local steps.
+    def __call__(
+        self, params: Params, state: State, /, *batch: Any, num_steps: Any, **_: Any
+    ) -> _Result[Params, State]: ...
 
     @property
     def lower(self) -> Callable[..., jax.stages.Lowered]: ...
@@ -87,24 +121,43 @@ def apply_gradients(
     >>> params, state.global_step, state.stale_count
     ({'w': Array([0.5], dtype=float32)}, Array(1, dtype=int32), Array(1, dtype=int32))
     """
+    return applied(tx, grads, state, params, extra)
+
+
+def applied(
+    tx: optax.GradientTransformation,
+    grads: PyTree[Leaf],
+    state: State,
+    params: Params,
+    extra: dict[str, object],
+    given: Collection[str] = (),
+) -> tuple[Params, State]:
+    """:func:`apply_gradients`; nobody has to read the extra arguments in ``given``."""
     structures.check_no_lookahead(params, state)
     structures.check_shapes("grads", grads, "params", params)
     grads, arrays = host.to_device((grads, params))
-    new, state = _applied(tx, grads, arrays, state, extra)
+    new, state = _on_device(tx, grads, arrays, state, extra, given)
     return host.to_memory_of(new, params), state
 
 
-def _applied(
+def _on_device(
     tx: optax.GradientTransformation,
     grads: PyTree[Leaf],
     params: Params,
     state: State,
     extra: dict[str, object],
+    given: Collection[str],
+    loss: Words | None = None,
 ) -> tuple[Params, State]:
     """:func:`apply_gradients` for gradients like the parameters, on the device."""
     structures.check_some_gradient("grads", grads)
     grads, arrays = table_rows.as_arrays(grads, params)
     grads = missing.normalized(grads, arrays)
+
+    def update(extra: dict[str, Any]) -> Any:
+        return gate.step(tx, grads, state, arrays, extra, applies=False)
+
+    keywords.check_read(tx, state, extra, update, loss=loss, given=given)
     try:
         with boundary.explained(grads):
             new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
@@ -117,7 +170,7 @@ def _applied(
 
 
 def minimize(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[Concatenate[Any, P], Any],
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
@@ -126,7 +179,7 @@ def minimize(
     layers: Collection[str] = (),
     two_passes: bool = False,
     donate: bool = True,
-) -> Step:
+) -> Step[P]:
     r"""A compiled training step: the gradients of a loss, and their application.
 
     .. math:: g = \nabla_w L(w, batch), \qquad w, s \leftarrow tx(g, s, w)
@@ -212,9 +265,14 @@ def minimize(
         layers=layers,
         two_passes=two_passes,
     )
-    if not donate:
-        return cast(Step, jax.jit(step))
-    return Donating(jax.jit(step, donate_argnums=(0, 1)), tx, params_too=True)
+    jitted = keywords.Jitted(
+        step,
+        trees=2,
+        keeps_bools=keeps_bools(loss_fn, tx),
+        donate_argnums=(0, 1) if donate else (),
+    )
+    compiled = Donating(jitted, tx, params_too=True) if donate else jitted
+    return cast(Step[P], compiled)
 
 
 def training_step(
@@ -233,27 +291,36 @@ def training_step(
     if tables or layers:
         versions.before_tracing()
 
+    takes = Words.of(loss_fn, skipped=1)
+
     def step(
-        params: optax.Params, state: optax.OptState, *batch: object, **extra: object
+        params: optax.Params,
+        state: optax.OptState,
+        /,
+        *batch: object,
+        **words: object,
     ) -> tuple[Any, ...]:
         structures.check_no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
         _check_tables(tables, learning, params)
         stacked = layered.paths_of(layers, params)
+        named = keywords.named_by(tx, state)
+        of_loss, extra = keywords.routed(words, takes, named)
 
-        def loss(learning: optax.Params, *batch: object) -> Any:  # As `loss_fn`.
+        def loss(learning: optax.Params) -> Any:  # As `loss_fn`.
             merged = maps.map_leaves(
                 lambda p, frozen: host.to_device(frozen) if p is None else p,
                 learning,
                 params,
             )
-            return loss_fn(merged, *batch)
+            return loss_fn(merged, *batch, **of_loss)
 
         if stacked:
+            _check_by_layers(tx, learning, state, params, extra, takes)
 
             def by_layer(*args: Any) -> tuple[Any, ...]:
                 result, *new = layered.step(
-                    lambda p: (*loss(p, *batch),) if has_aux else (loss(p, *batch),),
+                    lambda p: (*loss(p),) if has_aux else (loss(p),),
                     tx,
                     stacked,
                     tables,
@@ -266,13 +333,85 @@ def training_step(
             return tpu.with_bytes(by_layer, learning, params, state)
         given, params = params, host.to_device(params)
         gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
-        value, grads = gradient(host.to_device(learning), *batch)
+        value, grads = gradient(host.to_device(learning))
         value, aux = (value[0], value[1:]) if has_aux else (value, ())
-        extra = {**accepted_kwargs(tx, {"value": value}), **extra}
-        params, state = _applied(tx, grads, params, state, extra)
+        own = {"value": value, "grad": grads}
+        own["value_fn"] = _value_fn(loss, params, {*extra, *named}, has_aux=has_aux)
+        extra = {**accepted_kwargs(tx, own), **extra}
+        params, state = _on_device(tx, grads, params, state, extra, (), takes)
         return host.to_memory_of(params, given), state, value, *aux
 
     return step
+
+
+def keeps_bools(
+    loss_fn: Callable[..., Any], tx: optax.GradientTransformation
+) -> Callable[[str, tuple[Any, ...]], bool]:
+    """Whether bools in a keyword of a step are arrays: those of ``tx`` alone are.
+
+    So ``last`` of :func:`accumulate` makes no second program.
+    """
+    takes = Words.of(loss_fn, skipped=1)
+
+    def is_of_tx(name: str, args: tuple[Any, ...]) -> bool:
+        if name in takes.names or not takes.others:
+            return name not in takes.names
+        return name in keywords.named_by(tx, args[1])
+
+    return is_of_tx
+
+
+def _value_fn(
+    loss: Callable[[optax.Params], Any],
+    params: optax.Params,
+    words: Collection[str],
+    *,
+    has_aux: bool,
+) -> Callable[..., jax.Array]:
+    """The loss of a batch as a function of all parameters, for a line search.
+
+    Optax's searches refuse an extra argument of others that it does not name: those of
+    the step, and ``staleness``, which :func:`drop_stale` gives to what is behind it. As
+    a tree without leaves it may be an argument of a jitted update.
+    """
+
+    def value_fn(new: optax.Params, **_: object) -> jax.Array:
+        result = loss(table_rows.with_rows(params, new))
+        value: jax.Array = result[0] if has_aux else result
+        return value
+
+    names = ["new", *sorted({*words, "staleness"}.difference(keywords.CONVENTIONAL))]
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.KEYWORD_ONLY
+    vars(value_fn)["__signature__"] = inspect.Signature(
+        [inspect.Parameter(name, kinds[name != "new"]) for name in names]
+    )
+    return jax.tree_util.Partial(value_fn)
+
+
+def _check_by_layers(
+    tx: optax.GradientTransformation,
+    learning: optax.Params,
+    state: optax.OptState,
+    params: optax.Params,
+    extra: dict[str, Any],
+    takes: Words,
+) -> None:
+    """Raises ``TypeError`` for keywords that a step by layers cannot give or take.
+
+    There is no gradient yet. One like the parameters shows what an update reads.
+    """
+    whole = {"grad", "value_fn"}
+    if found := sorted(whole & ({*extra} | keywords.named_by(tx, state))):
+        raise TypeError(
+            f"minimize(layers=...) cannot give this transformation {found[0]}: it "
+            "reads the gradients, or evaluates the loss, of all layers at once, as a "
+            "line search does. Leave out layers, or take another transformation."
+        )
+
+    def update(extra: dict[str, Any]) -> Any:
+        return gate.step(tx, learning, state, params, extra, applies=False)
+
+    keywords.check_read(tx, state, extra, update, loss=takes)
 
 
 def learning_leaves(

@@ -10,6 +10,7 @@ import jax
 import optax
 
 from gradxform._checks import structures
+from gradxform._checks.keywords import Jitted
 from gradxform._trees import maps
 from gradxform._trees.types import PyTree
 
@@ -21,7 +22,7 @@ _HOST_LIMIT = (
 
 
 class Donating:
-    """A jitted ``step(params, state, *batch, **extra)`` that takes its arrays' memory.
+    """A jitted ``step(params, state, *batch, **words)`` that takes its arrays' memory.
 
     Memory can be taken once, and only if nobody else needs it. The state of some
     optimizers begins with the parameters' own arrays: D-adaptation measures how far
@@ -39,7 +40,7 @@ class Donating:
 
     def __init__(
         self,
-        step: jax.stages.Wrapped,
+        step: Jitted,
         tx: optax.GradientTransformation,
         *,
         params_too: bool,
@@ -55,12 +56,13 @@ class Donating:
         self,
         params: optax.Params,
         state: optax.OptState,
+        /,
         *batch: object,
-        **extra: object,
+        **words: object,
     ) -> Any:  # What the step returns.
         """Runs the step; copies arrays that anybody else holds."""
         donated: PyTree[jax.Array] = (params, state) if self._params_too else state
-        kept = (batch, extra) if self._params_too else (params, batch, extra)
+        kept = (batch, words) if self._params_too else (params, batch, words)
         leaves, structure = jax.tree.flatten(donated)
         if self._captured is None:
             structures.check_arrays(params)
@@ -76,7 +78,7 @@ class Donating:
             donated = jax.tree.unflatten(structure, leaves)
             params, state = donated if self._params_too else (params, donated)
         try:
-            return self._step(params, state, *batch, **extra)
+            return self._step(params, state, *batch, **words)
         except jax.errors.JaxRuntimeError as error:
             if "gpu_host_bfc" in str(error):  # The name of XLA's allocator.
                 error.add_note(_HOST_LIMIT)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias, cast
+from typing import Any, Concatenate, TypeAlias, cast
 
 import jax
 import numpy as np
 import optax
 
-from gradxform._checks import arguments
+from gradxform._checks import arguments, keywords
 from gradxform._devices import host
 from gradxform._gates.conditional import typed_cond
 from gradxform._jax import versions
 from gradxform._rows import boundary
-from gradxform._steps.apply import Step, learning_leaves, training_step
+from gradxform._steps.apply import P, Step, keeps_bools, learning_leaves, training_step
 from gradxform._steps.donation import Donating
 from gradxform._trees import dtypes, maps
+from gradxform._trees.extra_args import Words
 from gradxform._trees.types import Prefix
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
@@ -25,14 +26,14 @@ _Result: TypeAlias = Any
 
 
 def local_steps(
-    loss_fn: Callable[..., Any],
+    loss_fn: Callable[Concatenate[Any, P], Any],
     tx: optax.GradientTransformation,
     *,
     has_aux: bool = False,
     trainable: Prefix[bool] | None = None,
     unroll: int | bool = 1,
     donate: bool = True,
-) -> Step:
+) -> Step[P]:
     r"""Many compiled training steps of one worker, and what to push after them.
 
     .. math::
@@ -108,18 +109,22 @@ def local_steps(
     """
     arguments.check_flags(donate=donate)
     step = training_step(loss_fn, tx, has_aux=has_aux, trainable=trainable)
+    takes = Words.of(loss_fn, skipped=1)
     versions.before_tracing()
 
     def steps(
         params: optax.Params,
         state: optax.OptState,
+        /,
         *batches: object,
         num_steps: jax.typing.ArrayLike | None = None,
-        **extra: object,
+        **words: object,
     ) -> tuple[Any, ...]:
         hint = "Pull the whole table, or push the gradients of its rows at each step."
         boundary.check_dense("local_steps", params, "trains whole parameters", hint)
-        length, params = _length(batches), host.to_device(params)
+        of_loss, extra = keywords.routed(words, takes, keywords.named_by(tx, state))
+        statics, arrays = keywords.divided(of_loss)
+        length, params = _length(batches, arrays), host.to_device(params)
         if donate and any(map(host.is_on_host, jax.tree.leaves(state))):
             # JAX would give their memory to the pseudo-gradients.
             raise ValueError(
@@ -132,12 +137,13 @@ def local_steps(
             indices = np.arange(length, dtype=np.int32)
 
         def train(
-            carry: _Carry, numbered: tuple[Any, tuple[object, ...]]
+            carry: _Carry, numbered: tuple[Any, tuple[object, ...], dict[str, Any]]
         ) -> tuple[_Carry, _Result]:
-            index, batch = numbered
+            index, batch, arrays = numbered
+            given = {**extra, **keywords.joined(statics, arrays)}
 
             def one_step() -> tuple[_Carry, _Result]:
-                trained, state, *result = step(*carry, *batch, **extra)
+                trained, state, *result = step(*carry, *batch, **given)
                 return (trained, state), result
 
             if num_steps is None:
@@ -146,27 +152,33 @@ def local_steps(
             return typed_cond(wanted, one_step, lambda: (carry, None))
 
         (trained, state), result = jax.lax.scan(
-            train, (params, state), (indices, batches), unroll=unroll
+            train, (params, state), (indices, batches, arrays), unroll=unroll
         )
         # g = w - w_H, for trainable parameters
         learning = learning_leaves(trainable, params)
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
 
-    if not donate:
-        return cast(Step, jax.jit(steps))
-    return Donating(jax.jit(steps, donate_argnums=(1,)), tx, params_too=False)
+    jitted = keywords.Jitted(
+        steps,
+        trees=2,
+        keeps_bools=keeps_bools(loss_fn, tx),
+        donate_argnums=(1,) if donate else (),
+    )
+    compiled = Donating(jitted, tx, params_too=False) if donate else jitted
+    return cast(Step[P], compiled)
 
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:
     return (dtypes.widen(pulled) - dtypes.widen(trained)).astype(pulled.dtype)
 
 
-def _length(batches: tuple[object, ...]) -> int:
-    """H, the length of the first axis of every leaf of the batches."""
+def _length(batches: tuple[object, ...], arrays: dict[str, Any]) -> int:
+    """H, the length of the first axis of every leaf of the batches and keywords."""
     shapes = {
-        f"batches{jax.tree_util.keystr(path)}": np.shape(leaf)
-        for path, leaf in jax.tree.leaves_with_path(batches)
+        f"{name}{jax.tree_util.keystr(path)}": np.shape(leaf)
+        for name, tree in {"batches": batches, **arrays}.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
     }
     lengths = {shape[:1] for shape in shapes.values()}
     if len(lengths) != 1 or lengths & {(), (0,)}:

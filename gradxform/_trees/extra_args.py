@@ -1,13 +1,63 @@
-"""Which extra arguments a transformation takes."""
+"""Which keywords a function and a transformation take, by their signatures."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import optax
 
 from gradxform._trees import states
+
+
+class Words(NamedTuple):
+    """The keywords that something takes.
+
+    Attributes:
+      names: those that it names.
+      others: whether it takes any other one, too.
+    """
+
+    names: frozenset[str] = frozenset()
+    others: bool = False
+
+    @classmethod
+    def of(cls, f: Callable[..., object], *, skipped: int) -> Words:
+        """The keywords of a function beside its first arguments.
+
+        A method is asked without its ``self``, and a decorated function is asked
+        itself. A function that has no signature takes any keyword.
+        """
+        try:
+            parameters = inspect.signature(f).parameters.values()
+        except (TypeError, ValueError):  # It is written in C.
+            return cls(others=True)
+        names = frozenset(
+            p.name
+            for i, p in enumerate(parameters)
+            if p.kind is p.KEYWORD_ONLY
+            or (i >= skipped and p.kind is p.POSITIONAL_OR_KEYWORD)
+        )
+        return cls(names, any(p.kind is p.VAR_KEYWORD for p in parameters))
+
+    def then(self, inner: Words) -> Words:
+        """Those of a wrapper that passes on what it does not name."""
+        return Words(self.names | inner.names, inner.others)
+
+
+def words_of(tx: optax.GradientTransformation) -> Words:
+    """The extra arguments that a transformation reads; gates know those behind them."""
+    words = getattr(tx.update, "words", None)
+    return words if isinstance(words, Words) else _accepted(tx)
+
+
+def _accepted(tx: optax.GradientTransformation) -> Words:
+    """The keywords with which ``tx.update`` may be called.
+
+    The first three arguments are updates, state and parameters.
+    """
+    return Words.of(tx.update, skipped=3)
 
 
 def with_any_extra_args(
@@ -19,7 +69,7 @@ def with_any_extra_args(
     ``optax.MultiSteps`` takes all, that of ``optax.contrib.sam`` takes one. An
     argument that a gate inside needs is not ignored.
     """
-    if _names(tx.update) is None:
+    if _accepted(tx).others:
         if isinstance(tx, optax.GradientTransformationExtraArgs):
             return tx
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
@@ -35,30 +85,16 @@ def with_any_extra_args(
         _check_ignored(tx, state, [k for k in ignored if extra[k] is not None])
         return tx.update(updates, state, params, **accepted)
 
+    vars(update)["words"] = words_of(tx)
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
 def accepted_kwargs(
-    tx: optax.GradientTransformation, extra: dict[str, object]
-) -> dict[str, object]:
+    tx: optax.GradientTransformation, extra: dict[str, Any]
+) -> dict[str, Any]:
     """The extra arguments that ``tx.update`` takes."""
-    names = _names(tx.update)
-    return {k: x for k, x in extra.items() if names is None or k in names}
-
-
-def _names(update: Callable[..., object]) -> Collection[str] | None:
-    """The names of the extra arguments that an ``update`` takes; None if it takes all.
-
-    The first three arguments are updates, state and parameters.
-    """
-    parameters = inspect.signature(update).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return None
-    return {
-        p.name
-        for i, p in enumerate(parameters)
-        if p.kind is p.KEYWORD_ONLY or (i > 2 and p.kind is p.POSITIONAL_OR_KEYWORD)
-    }
+    words = _accepted(tx)
+    return {k: x for k, x in extra.items() if words.others or k in words.names}
 
 
 def _check_ignored(

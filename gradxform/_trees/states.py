@@ -15,6 +15,8 @@ from gradxform._trees import maps
 from gradxform._trees.types import Path, T
 
 _MARK = "_gradxform_mark"
+# The extra arguments that any marked class of this library reads.
+KNOWN_WORDS: set[str] = set()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Mark:
         gradient.
       needs: extra arguments that its transformation must not lose, and for each the
         field that is not empty then.
+      reads: other extra arguments that it reads.
       kept: the fields that must not have 8 bits: steps would be lost beside them.
       not_by_row: why the rows of a table cannot act alone, although the state has a
         row for each.
@@ -38,6 +41,7 @@ class Mark:
     gate: bool = False
     takes_none: bool = False
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    reads: Collection[str] = ()
     kept: Collection[str] = ()
     not_by_row: str = ""
     hints: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -45,6 +49,7 @@ class Mark:
     def __call__(self, kind: type[T]) -> type[T]:
         """The same class, marked."""
         setattr(kind, _MARK, self)
+        KNOWN_WORDS.update(self.needs, self.reads)
         return kind
 
 
@@ -78,6 +83,23 @@ def needs(state: optax.OptState, name: str) -> bool:
     return any(field and has_field(node, field) for node, field in found)
 
 
+def words(state: optax.OptState) -> set[str]:
+    """The extra arguments that transformations with a mark read, at any depth."""
+
+    def reads(node: optax.OptState) -> bool:
+        mark = mark_of(type(node))
+        return mark.gate or bool(mark.reads)
+
+    found: set[str] = set()
+    for _, node in maps.nodes(state, reads):
+        mark = mark_of(type(node))
+        found.update(mark.reads)
+        found.update(name for name, x in mark.needs.items() if has_field(node, x))
+        if mark.gate:
+            found |= words(node.inner_state)
+    return found
+
+
 def takes_none(state: optax.OptState) -> bool:
     """Whether an outermost gate in a state has rules of its own for a missing leaf."""
     return any(mark_of(type(node)).takes_none for _, node in gates(state))
@@ -93,6 +115,7 @@ ADDS_STEPS = (
 )
 _MIXED = "mixes the rows of a matrix"
 _AGAIN = "takes several steps on the same rows, and each touches others"
+_LINE_SEARCH = "value", "grad", "value_fn"
 
 OF_OPTAX = {
     "ApplyEvery": Mark(not_by_row=ADDS_STEPS),
@@ -112,6 +135,9 @@ OF_OPTAX = {
     "DAdaptAdamWState": Mark(kept=["grad_sum"]),
     "MadgradState": Mark(kept=["x0", "s"]),
     "ProdigyState": Mark(kept=["params0", "grad_sum"]),
+    # A line search evaluates the loss elsewhere.
+    "ScaleByBacktrackingLinesearchState": Mark(reads=_LINE_SEARCH),
+    "ScaleByZoomLinesearchState": Mark(reads=_LINE_SEARCH),
     # Numbers that are subtracted from others near to them.
     "MomoAdamState": Mark(kept=["exp_avg"]),
     "MomoState": Mark(kept=["exp_avg"]),

@@ -613,6 +613,61 @@ def test_cosine_restarts_are_those_of_their_paper(x64):
             np.testing.assert_allclose(got, expected, rtol=rtol, atol=rtol)
 
 
+def inverse_time(step, length):
+    return 1 / (1 + 0.5 * (step // length))
+
+
+def cycles(step, length):
+    ways = max(1, -(-step // length))
+    return 0.1 + 0.9 * (1 - step / (ways * length)) ** 2
+
+
+# Whole periods, at each multiple: compiled, a division may miss one by a rounding.
+PERIODIC = {
+    "restarts": (sgdr, S.CosineDecayRestarts, {"m_mul": 0.5}),
+    "restarts of one length": (sgdr, S.CosineDecayRestarts, {"t_mul": 1.0}),
+    "restarts, longer by half": (sgdr, S.CosineDecayRestarts, {"t_mul": 1.5}),
+    "staircase": (
+        *(inverse_time, S.InverseTimeDecay),
+        {"decay_rate": 0.5, "staircase": True},
+    ),
+    "cycle": (
+        *(cycles, S.PolynomialDecay),
+        {"end_learning_rate": 0.1, "power": 2.0, "cycle": True},
+    ),
+}
+
+
+@runs_keras
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("length", [41, 1000, 10_000, 100_000, 1_000_000])
+def test_long_schedules_begin_each_period_on_time(length, x64):
+    near = {int(n * length) + k for n in (1, 2, 2.5, 3, 4, 7) for k in (-1, 0, 1)}
+    steps = sorted({0, *near})
+    with jax.enable_x64(x64):
+        configs = {
+            name: through_json(S.serialize(schedule(1.0, length, **options)))
+            for name, (_, schedule, options) in PERIODIC.items()
+        }
+        found = rates(configs, steps)
+    for name, (formula, _, options) in PERIODIC.items():
+        extra = options if formula is sgdr else {}
+        expected = [formula(step, length, **extra) for step in steps]
+        np.testing.assert_allclose(found[name], expected, 5e-6, 1e-6, err_msg=name)
+
+
+def test_a_rate_that_counts_pushes_does_not_overflow():
+    """4,096 pushes a step: their number fits an int32 for 524,288 steps alone."""
+    config = {"name": "inverse_time_decay", "init_value": 1.0, "decay_rate": 0.5}
+    config |= {"transition_steps": 1_000_000}
+    config = {"name": "at_last_push", "schedule": config, "num_required": 4096}
+    steps = [100_000, 524_287, 1_000_000, 2**31 - 1]
+    pushes = [min(4096 * (step + 1), 2**31) - 1 for step in steps]
+    expected = [1 / (1 + 0.5 * push / 1e6) for push in pushes]
+    found = rates({"pushes": config}, steps)["pushes"]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_a_line_times_a_cosine_is_that_of_its_paper():
     numbers = {"decay_steps": 7, "num_periods": 1.5, "alpha": 0.25, "beta": 0.125}
     rate = {"name": "linear_cosine_decay", "init_value": 0.5, **numbers}

@@ -132,7 +132,7 @@ def test_a_new_state_needs_a_layer_of_room(name):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_come_and_go_a_layer_at_a_time(dtype):
-    """As the page on larger models makes them, and writes them to files."""
+    """As the page on the host's memory makes them, and writes them to files."""
     place = placed(jax.ShapeDtypeStruct((), jnp.int32), mesh("v5e:2x2")).sharding
 
     def init_layer(key):

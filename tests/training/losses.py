@@ -378,6 +378,43 @@ def chosen_and_rejected(p, ids, y):
     return -jax.nn.log_sigmoid(scores[0] - scores[1] - base[0] + base[1])
 
 
+# A stack learns in several scans.
+
+
+@loss()
+def real_and_fake(p, ids, y):
+    """A discriminator sees two batches; the second one depends on the first."""
+    x = p["emb"][ids]
+    real = encode(p, x)
+    fake = encode(p, jnp.cos(x) + 0.1 * real.mean())
+    return error(p, real, y) - jnp.mean(jax.nn.log_sigmoid(-fake @ p["head"]))
+
+
+@loss("blocks", "decoder", rtol=1e-5)
+def looped_core(p, ids, y):
+    """Applied three times, backwards and in checkpoints too, with others between."""
+    x = p["emb"][ids]
+    x = encode(p, x) * p["gain"]
+    x = jax.checkpoint(encode)(p, decode(p, x, jnp.sin(x)))
+    blocks = jax.tree.map(lambda w: w.astype(jnp.float32), p["blocks"])
+    seen = encode(p | {"blocks": stop(blocks)}, x)
+
+    def body(x, w):
+        return layer(p, x, w), x.mean()
+
+    x, means = jax.lax.scan(body, x + seen, blocks, reverse=True)
+    return error(p, decode(p, x, x), y) + means[1]
+
+
+@loss("blocks", has_aux=True)
+def two_views(p, ids, y):
+    """Chosen and rejected in one loss; a third scan gives the aux alone."""
+    x = p["emb"][ids]
+    views = encode(p, x), jax.checkpoint(encode)(p, x[::-1])
+    again = encode(p, 2 * x)
+    return difference(*views) + error(p, views[0], y), again.sum()
+
+
 # Rows are read in front of the scans and behind them.
 ROWS = {"tables": ["emb"], "has_aux": True}
 

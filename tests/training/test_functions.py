@@ -12,7 +12,7 @@ import pytest
 from tests.draw import programs
 from tests.draw.updates import Update
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "larger_model.md"
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "by_layers.md"
 TABLE = re.compile(r"^\| an update calls .*\n\|.*\n((?:\|.*\n)+)", re.M)
 NAME = re.compile(r"`((?:jax|jnp|flax)\.[\w.]+)`")
 

@@ -514,6 +514,7 @@ def test_a_third_pass_is_named(links):
         step.lower(params, tx.init(params), X)
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     loop = optax.chain(
         *(of_matrices(RATES[f"in a {x}"]) for x in ("loop", "derivative"))

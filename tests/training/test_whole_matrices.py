@@ -360,6 +360,66 @@ def test_decompositions_of_ones_own(f):
     check(each_matrix(f), *TWO, moved=2 / 8 * 8 / 2, groups=2)
 
 
+def of_table(wrap):
+    """A product with coefficients that stand in the program of a function inside."""
+
+    def of(coefficients):
+        table = np.array(coefficients, np.float32)
+
+        @jax.jit
+        def once(i, x):
+            a, b = jnp.take(table, i, axis=0)
+            return a * x + b * x @ x.T @ x
+
+        return functools.partial(wrap, once)
+
+    return of
+
+
+def by_custom_jvp(once, x):
+    f = jax.custom_jvp(functools.partial(once, 0))
+    f.defjvp(lambda x, t: (f(*x), t[0]))
+    return f(x)
+
+
+def by_custom_vjp(once, x):
+    f = jax.custom_vjp(functools.partial(once, 0))
+    f.defvjp(lambda x: (f(x), None), lambda _, t: (t,))
+    return f(x)
+
+
+WITH_CONSTANTS = {
+    "fori_loop": lambda once, x: jax.lax.fori_loop(0, 2, once, x),
+    "while_loop": lambda once, x: jax.lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, once(*c)), (0, x)
+    )[1],
+    "cond": lambda once, x: jax.lax.cond(
+        x[0, 0] < 9.0, functools.partial(once, 1), lambda x: x, x
+    ),
+    "checkpoint": lambda once, x: jax.checkpoint(functools.partial(once, 1))(x),
+    "custom_jvp": by_custom_jvp,
+    "custom_vjp": by_custom_vjp,
+}
+
+
+@pytest.mark.parametrize("name", WITH_CONSTANTS)
+def test_programs_with_other_constants_are_others(name):
+    """Of two leaves, and of the next optimizer. What is equal goes together."""
+    of = of_table(WITH_CONSTANTS[name])
+    tables = {"u": [[1.5, -0.5]] * 2, "v": [[2, -1]] * 2, "w": [[2, -1]] * 2}
+    where = places(dict.fromkeys(tables, ROWS), mesh((8,)))
+    params = jax.tree.map(lambda x: 0.1 * x, draw(dict.fromkeys(tables, (16, 16))))
+    for others in ({}, {"w": [[3, -2]] * 2}):
+        each = {k: of(table) for k, table in (tables | others).items()}
+        tx = optax.stateless(lambda g, _, each=each: {k: each[k](g[k]) for k in g})
+        update = jax.jit(gx.whole_matrices(tx, where).update)
+        args = jax.device_put(params, where), tx.init(params), params
+        kinds, _ = collectives(update.lower(*args).compile())
+        assert kinds["all-to-all"] == 4 + 2 * len(others)
+        expected, _ = tx.update(params, tx.init(params))
+        close(jax.device_get(update(*args)[0]), expected)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [newton_schulz, by_svd, with_other_coefficients])
 def test_vmapped_matrices_of_ones_own(f):

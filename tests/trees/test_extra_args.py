@@ -45,18 +45,36 @@ INSIDE = {
     "class": Scaled(),
     "named": Named(),
 }
+# Which of them each reads, and each of those around it.
+READS = {
+    "skip_spikes": {"value"},
+    "drop_stale": {"local_step"},
+    "reduce_on_plateau": {"value"},
+    "pair": {"value"},
+    "class": {"factor"},
+    "named": {"factor"},
+}
+AROUND_READS = {
+    "drop_stale": {"local_step"},
+    "skip_spikes": {"value"},
+    "conditional_accumulator": {"local_step"},
+    "worker_mean": {"worker"},
+    "two gates": {"local_step"},
+}
 # Before which global step of `drop_stale` each of five gradients was computed.
 SEEN = [0, 0, 1, 0, 2]
 
 
-def pushes(name):
-    """Five gradients, and the extra arguments of each."""
+def pushes(name, around=""):
+    """Five gradients, and the extra arguments of each that are read."""
+    read = READS[name] | AROUND_READS.get(around, set())
     spikes = name in ("skip_spikes", "pair")
     values = [1.0, np.nan, 2.0, np.nan, 3.0] if spikes else [1.0, 2.0, 3.0, 4.0, 5.0]
     for t, (value, seen) in enumerate(zip(values, SEEN, strict=True)):
         grads = jax.tree.map(lambda p, t=t: jnp.full_like(p, t + 1.0), PARAMS)
         extra = {"value": jnp.float32(value), "local_step": jnp.int32(seen)}
-        yield grads, extra | {"factor": jnp.float32(0.25 * (t + 1))}
+        extra |= {"factor": jnp.float32(0.25 * (t + 1)), "worker": jnp.int32(0)}
+        yield grads, {k: x for k, x in extra.items() if k in read}
 
 
 def by_optax(tx, name, delay=0):
@@ -64,19 +82,18 @@ def by_optax(tx, name, delay=0):
     params, state, trace = PARAMS, tx.init(PARAMS), []
     given = [grads for grads, _ in pushes(name)]
     for t, (_, extra) in enumerate(pushes(name)):
-        taken = {"factor": extra["factor"]} if name == "named" else extra
         if t >= delay:
-            updates, state = tx.update(given[t - delay], state, params, **taken)
+            updates, state = tx.update(given[t - delay], state, params, **extra)
             params = optax.apply_updates(params, updates)
         trace.append(params)
     return trace
 
 
 def trained(around, how, tx, name):
-    tx, worker = around(tx), jnp.int32(0)
+    tx = AROUND[around](tx) if around else tx
     params, state = PARAMS, tx.init(PARAMS)
-    for grads, extra in pushes(name):
-        params, state = stepped(tx, grads, state, params, how, **extra, worker=worker)
+    for grads, extra in pushes(name, around):
+        params, state = stepped(tx, grads, state, params, how, **extra)
         yield params
 
 
@@ -122,7 +139,7 @@ def local(tx, name):
 def served(tx, name):
     server = gx.ParameterServer(PARAMS, tx)
     for grads, extra in pushes(name):
-        server.push(grads, int(extra.pop("local_step")), **extra)
+        server.push(grads, int(extra.pop("local_step", 0)), **extra)
         yield server.pull()[0]
 
 
@@ -142,15 +159,15 @@ AROUND = {
     "two gates": lambda tx: gx.accumulate(gx.drop_stale(tx, ANY), 1),
 }
 DIRECTLY = {
-    "apply_gradients": functools.partial(trained, lambda tx: tx, "apply"),
+    "apply_gradients": functools.partial(trained, "", "apply"),
     "minimize": minimized,
     "by layers": by_layers,
     "local_steps": local,
     "server": served,
 }
 HOWS = DIRECTLY | {
-    f"{name}, {how}": functools.partial(trained, around, how)
-    for name, around in AROUND.items()
+    f"{name}, {how}": functools.partial(trained, name, how)
+    for name in AROUND
     for how in ("apply", "update")
 }
 
@@ -175,7 +192,7 @@ def test_lazy_passes_them_on_by_the_row(tx):
     for rows, factor in ([2, 0, 2], 0.5), ([0, 3, 3], 2.0):
         grads = gx.IndexedSlices(jnp.array(rows), jnp.ones((3, 2)), (4, 2))
         table, state = gx.apply_gradients(
-            tx, grads, state, table, factor=jnp.float32(factor), other=lambda _: None
+            tx, grads, state, table, factor=jnp.float32(factor), value_fn=lambda _: None
         )
         touched = [*set(rows)]
         trace[touched] = 0.5 * trace[touched] + np.bincount(rows)[touched][:, None]
@@ -183,14 +200,15 @@ def test_lazy_passes_them_on_by_the_row(tx):
     np.testing.assert_allclose(table, want)
 
 
-def test_an_argument_that_nothing_takes_is_ignored():
-    """As by optax's own; of those that are needed inside nothing is lost."""
+def test_an_argument_that_nothing_takes_is_an_error():
+    """What optax's own would pass on to all, and they would drop it."""
     for inner in (Named(), optax.GradientTransformation(Named().init, Named().update)):
         tx = gx.skip_spikes(inner)
-        params, _ = gx.apply_gradients(
-            tx, PARAMS, tx.init(PARAMS), PARAMS, factor=0.5, other="a string"
-        )
+        args = tx, PARAMS, tx.init(PARAMS), PARAMS
+        params, _ = gx.apply_gradients(*args, factor=0.5, grad=PARAMS, value_fn=sum)
         np.testing.assert_array_equal(params["w"], np.full((2, 3), 0.5))
+        with pytest.raises(TypeError, match="'other'.*reads 'factor', 'value'"):
+            gx.apply_gradients(*args, factor=0.5, other="a string")
 
 
 def test_a_gate_stays_one_in_a_plain_pair_of_functions():

@@ -84,11 +84,11 @@ def test_global_step_and_fraction_are_those_of_gates():
 
 
 def test_an_argument_is_not_needed_by_a_users_state():
-    """Optax drops arguments that a wrapper does not take, and so does this."""
+    """Optax drops arguments that a wrapper does not take, and so does an update."""
     tx = gx.skip_spikes(own(optax.sgd(1.0), deaf=True))
     extra = {"weight": 1.0, "last": True, "local_step": 0}
-    new, _ = gx.apply_gradients(tx, PARAMS, tx.init(PARAMS), PARAMS, **extra)
-    np.testing.assert_array_equal(new["w"], np.zeros(2))
+    updates, _ = tx.update(PARAMS, tx.init(PARAMS), PARAMS, **extra)
+    np.testing.assert_array_equal(updates["w"], -np.ones(2))
 
 
 def test_only_gates_have_rules_of_their_own_for_a_missing_gradient():
@@ -140,6 +140,21 @@ def test_the_installed_optax_has_each_state_that_is_known_of_it():
         (kind,) = found
         assert states.mark_of(kind) is mark
         assert {*mark.kept, *mark.hints} <= {*kind._fields}
+
+
+def test_the_installed_optax_reads_what_is_known_of_it():
+    """A line search needs these words, and says so without them."""
+    for search in (
+        optax.scale_by_zoom_linesearch(3),
+        optax.scale_by_backtracking_linesearch(3),
+    ):
+        state = search.init(PARAMS)
+        words = states.words((state,))
+        assert words == {"value", "grad", "value_fn"}
+        for word in words:
+            others = dict.fromkeys(words - {word}, 0.0)
+            with pytest.raises(TypeError, match=f"missing.*'{word}'"):
+                search.update(PARAMS, state, PARAMS, **others)
 
 
 def test_nothing_is_known_of_a_users_class_with_a_name_of_optax():
