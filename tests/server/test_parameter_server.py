@@ -56,6 +56,7 @@ def replay(tx, pushes):
     return params
 
 
+@pytest.mark.slow
 def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay():
     threads, each = 8, 125
     server = server_of()
@@ -186,6 +187,7 @@ def test_wait_takes_steps_and_seconds():
     assert server.wait(np.int32(-1)) == 0
 
 
+@pytest.mark.slow
 def test_a_waiter_that_gives_up_is_forgotten():
     server = server_of()
 

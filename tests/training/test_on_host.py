@@ -86,6 +86,7 @@ def test_any_loss_and_any_optimizer(loss, way, memory):
     check(LOSSES[loss], WAYS[way], memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "way", "memory"),
     [
@@ -110,6 +111,7 @@ def test_without_layers(way, memory):
     check(ONE, WAYS[way], memory, layers=(), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_master_weights_to_the_bit():
     way = Way(gx.master_weights(optax.adamw(1e-2)), dtype="bfloat16")
     wanted, got = (train(ONE, way, ["blocks"], x) for x in ("device", "state"))
@@ -185,6 +187,7 @@ def test_local_steps_from_parameters_there():
     same(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "memory"), [("8 bits", "state"), ("adamw", "both"), ("adagrad", "state")]
 )
