@@ -58,6 +58,7 @@ import typing as _typing
 
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
+from gradxform._devices.abstract_state import abstract_state as abstract_state
 from gradxform._devices.host import on_host as on_host
 from gradxform._gates.accumulate import accumulate as accumulate
 from gradxform._gates.accumulator import (
@@ -85,7 +86,6 @@ from gradxform._rows.lazy import lazy as lazy
 from gradxform._rows.lookup import lookup as lookup
 from gradxform._rows.lookup import value_and_grad as value_and_grad
 from gradxform._rows.table_rows import TableRows as TableRows
-from gradxform._steps.abstract_state import abstract_state as abstract_state
 from gradxform._steps.apply import apply_gradients as apply_gradients
 from gradxform._steps.apply import minimize as minimize
 from gradxform._steps.local_steps import local_steps as local_steps
