@@ -36,21 +36,25 @@ gradients to it. :mod:`gradxform.engines` runs such workers. Methods of single p
 are in :mod:`gradxform.contrib`: their arguments may still change.
 """
 
-import importlib as _importlib
 import sys as _sys
-import typing as _typing
 
 __version__ = "0.1.0"
 
 # Python imports this package before it runs ``python -m gradxform``. JAX takes seconds
-# to import, so the command line answers first.
+# to import, so the command line answers first, and Ctrl-C is heard before that.
 if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] in (
     "gradxform",
     "-mgradxform",
 ):
+    from gradxform._demo import ctrl_c as _ctrl_c
+
+    _ctrl_c.hear()
     from gradxform._demo import command_line as _command_line
 
     _command_line.begin()
+
+import importlib as _importlib
+import typing as _typing
 
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config

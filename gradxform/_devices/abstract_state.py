@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
@@ -18,7 +21,10 @@ from gradxform._jax import jaxprs, programs, versions
 from gradxform._trees.placeholders import Placeholder, owned, state_for
 from gradxform._trees.types import Param, Path, PyTree, Shape
 
-_Place: TypeAlias = NamedSharding | SingleDeviceSharding
+# How an array lies that is whole on each device of its parameters.
+_Whole: TypeAlias = NamedSharding | SingleDeviceSharding
+# Of mesh axes, in a PartitionSpec.
+_Names: TypeAlias = str | tuple[str, ...] | None
 
 
 def abstract_state(
@@ -26,7 +32,9 @@ def abstract_state(
 ) -> optax.OptState:
     """What ``tx.init(params)`` makes, described with shardings; no array is made.
 
-    An axis of the state is cut as that axis of its parameter with which it grows:
+    If ``init`` itself puts an array somewhere, as that of :func:`whole_matrices` does,
+    it lies there. An axis of all others is cut as that axis of its parameter with which
+    it grows:
 
     =============================================  ====================================
     an array of the state                          lies
@@ -39,13 +47,18 @@ def abstract_state(
     with a number for each block: scales of 8      as the parameter; if the devices do
     bits                                           not divide the blocks, this axis is
                                                    not cut
+    flattened                                      as the first of its axes
     of no parameter: a count, a key                whole on each device
+    of several parameters: that of                 whole on each device
+    ``optax.flatten``
     =============================================  ====================================
 
-    To find these axes, ``init`` is also traced with larger parameters. If a parameter
-    has two axes of one length, the first counts as the shorter one, as in optax's
-    Adafactor. A state that ``init`` does not make parameter by parameter, as that of
-    ``optax.flatten``, is whole on each device.
+    Any other axis is not cut, and neither is the second one that grows with an axis. To
+    find these axes, ``init`` is also traced with larger parameters, once for each axis.
+    If a parameter has two axes of one length, the first counts as the shorter one, as
+    in optax's Adafactor. If ``init`` takes no placeholder for a parameter, as with a
+    comprehension over its items, it is traced a few times more, each time with half of
+    the parameters larger: 10 times for 600 of them.
 
     Its shardings are ``out_shardings`` of ``jax.jit(tx.init)`` and of a step. A
     checkpoint is restored into it, also on another mesh.
@@ -92,39 +105,37 @@ def abstract_state(
     given = dict(jax.tree.leaves_with_path(params))
     described = jax.tree.map(_described, params)
     state = jax.eval_shape(tx.init, described)
-    larger = jax.tree.map(_larger, described)
-    lengths, sizes = (
-        {path: x.shape for path, x in jax.tree.leaves_with_path(tree)}
-        for tree in (larger, state_for(tx.init, larger))
-    )
-    owners = _owners(tx.init, described, state, list(given))
+    if not isinstance(whole, NamedSharding):
+        return jax.tree.map(lambda x: x.update(sharding=whole), state)
+    grown = [
+        _shapes(tx.init, jax.tree.map(functools.partial(_larger, rank), described))
+        for rank in range(max(p.ndim for p in given.values()))
+    ]
+    owners = _owners(tx.init, described, state, grown[0] if grown else {})
 
-    said = (
-        _said(tx.init, params, whole.mesh) if isinstance(whole, NamedSharding) else {}
-    )
+    said = _said(tx.init, params, whole.mesh)
 
-    def place(path: Path, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        sharding, owner = said.get(path, whole), owners.get(path)
-        if path in said:
-            return x.update(sharding=sharding)
-        if owner is not None and isinstance(whole, NamedSharding):
-            p, shapes = given[owner], (x.shape, sizes.get(path, ()))
-            spec = _spec(shapes, (p.shape, lengths[owner]), p.sharding)
-            sharding = NamedSharding(whole.mesh, spec)
-        return x.update(sharding=sharding)
+    def with_sharding(path: Path, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        spec = said.get(path, P())
+        if path in owners and path not in said:
+            p = given[owners[path]]
+            larger = [shapes.get(path, ()) for shapes in grown[: p.ndim]]
+            axes = _axes(x.shape, larger, p.shape)
+            spec = _spec(x.shape, axes, p.shape, p.sharding)
+        return x.update(sharding=NamedSharding(whole.mesh, spec))
 
-    return jax.tree.map_with_path(place, state)
+    return jax.tree.map_with_path(with_sharding, state)
 
 
 def _said(
     init: optax.TransformInitFn,
     params: PyTree[Param],
-    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-) -> dict[Path, NamedSharding]:
-    """Where ``init`` itself puts arrays, by their paths."""
+    devices: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> dict[Path, P]:
+    """How arrays are cut that ``init`` itself puts somewhere, by their paths."""
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if mesh.explicit_axes:  # Types have shardings there.
-        context = jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+    if devices.explicit_axes:  # Types have shardings there.
+        context = jax.sharding.use_abstract_mesh(devices.abstract_mesh)
         params = jax.tree.map(
             lambda p: _described(p).update(sharding=p.sharding), params
         )
@@ -137,7 +148,7 @@ def _said(
         return {}
     jaxpr = programs.inlined(closed).jaxpr
     puts = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
-    found: dict[Path, NamedSharding] = {}
+    found: dict[Path, P] = {}
     paths = (path for path, _ in jax.tree.leaves_with_path(state))
     for path, x in zip(paths, jaxpr.outvars, strict=True):
         eqn = puts.get(x) if jaxprs.is_variable(x) else None
@@ -145,11 +156,11 @@ def _said(
             continue
         there = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
         if isinstance(there, NamedSharding):
-            found[path] = NamedSharding(mesh, there.spec)
+            found[path] = there.spec
     return found
 
 
-def _whole(params: PyTree[Param]) -> _Place:
+def _whole(params: PyTree[Param]) -> _Whole:
     """Where an array lies that is whole on each device of the parameters.
 
     Raises:
@@ -157,38 +168,41 @@ def _whole(params: PyTree[Param]) -> _Place:
     """
     flat = jax.tree.leaves_with_path(params)
     named = [(structures.path_name(path), p) for path, p in flat]
-    (start, first), *others = [(name, _place(name, p)) for name, p in named]
-    for name, place in others:
-        if place != first:
+    (start, first), *others = [(name, _whole_of(name, p)) for name, p in named]
+    for name, other in others:
+        if other != first:
             raise ValueError(
-                f"params has two places: {_words(first)} at {start}, and "
-                f"{_words(place)} at {name}. Put all parameters on one mesh, by "
+                f"params lie apart: {_words(first)} at {start}, and "
+                f"{_words(other)} at {name}. Put all parameters on one mesh, by "
                 "jax.device_put. NamedSharding(mesh, PartitionSpec()) is for one that "
                 "is whole on each device."
             )
     return first
 
 
-def _place(name: str, p: Param) -> _Place:
+def _whole_of(name: str, p: Param) -> _Whole:
     """Where an array lies that is whole on each device of this parameter."""
     sharding = getattr(p, "sharding", None)  # A traced array has none.
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, P())
     if isinstance(sharding, SingleDeviceSharding):
         return SingleDeviceSharding(*sharding.device_set)
+    kind = (
+        ", as it is an array of NumPy" if isinstance(p, np.ndarray | np.generic) else ""
+    )
     raise ValueError(
         f"params has {structures.describe(p)} at {name}, and its sharding is "
-        f"{sharding}: the place of its state is not known. Outside of jit, put it on "
-        "its devices by jax.device_put(x, sharding), or give a jax.ShapeDtypeStruct("
+        f"{sharding}{kind}. Nobody knows where its state lies. Outside of jit, put it "
+        "on its devices by jax.device_put(x, sharding), or give a jax.ShapeDtypeStruct("
         "shape, dtype, sharding=sharding), with a NamedSharding or a "
         "SingleDeviceSharding."
     )
 
 
-def _words(place: _Place) -> str:
-    if isinstance(place, NamedSharding):
-        return str(place.mesh)
-    (device,) = place.device_set
+def _words(whole: _Whole) -> str:
+    if isinstance(whole, NamedSharding):
+        return str(whole.mesh)
+    (device,) = whole.device_set
     return str(device)
 
 
@@ -197,58 +211,122 @@ def _described(p: Param) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(p.shape, p.dtype, weak_type=p.weak_type)
 
 
-def _larger(p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A parameter whose axes are longer, and no two have one length.
+def _order(shape: Shape) -> list[int]:
+    """The axes by their lengths; of two with one length the first is first."""
+    return sorted(range(len(shape)), key=shape.__getitem__)
 
-    An axis that is longer than another one stays so. Lengths can still be divided by
-    what they could be divided by.
+
+def _larger(rank: int, p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """A parameter in which all axes but the ``rank`` shortest ones are twice as long.
+
+    So the order of its axes by length stays, and lengths can still be divided by what
+    they could be divided by.
     """
     shape = list(p.shape)
-    for rank, axis in enumerate(sorted(range(p.ndim), key=p.shape.__getitem__)):
-        shape[axis] *= 2 + rank
+    for axis in _order(p.shape)[rank:]:
+        shape[axis] *= 2
     return p.update(shape=tuple(shape))
+
+
+def _shapes(
+    init: optax.TransformInitFn, params: PyTree[jax.ShapeDtypeStruct]
+) -> dict[Path, Shape]:
+    """The shapes of the state of parameters of other sizes; none if there is none."""
+    state = state_for(init, params)
+    return {path: x.shape for path, x in jax.tree.leaves_with_path(state)}
 
 
 def _owners(
     init: optax.TransformInitFn,
     params: PyTree[jax.ShapeDtypeStruct],
     state: optax.OptState,
-    asked: Sequence[Path],
+    grown: Mapping[Path, Shape],
 ) -> dict[Path, Path]:
-    """Which of some parameters a leaf of a state belongs to, for those that do."""
+    """Which parameter a leaf of a state belongs to, for those that grow with one.
 
-    def mark(path: Path, p: jax.ShapeDtypeStruct) -> object:
-        return Placeholder(path) if path in asked else p
+    ``init`` shows it with placeholders. A leaf that it does not show is found by its
+    size: parameter number i is larger in the k-th trace if bit k of i is 1, so the
+    traces in which the leaf is larger are the bits of its parameter's number.
 
+    Args:
+      init: that of the transformation.
+      params: the parameters, described.
+      state: their state.
+      grown: the shapes of the state if all parameters are larger.
+    """
+    paths = [path for path, _ in jax.tree.leaves_with_path(params)]
     try:
-        return owned(init, jax.tree.map_with_path(mark, params), state)
-    except ValueError:  # Of one of them or more the state is not made alone.
-        halves = asked[: len(asked) // 2], asked[len(asked) // 2 :]
-        found = [_owners(init, params, state, half) for half in halves if all(halves)]
-        return dict(item for each in found for item in each.items())
+        marks = jax.tree.map_with_path(lambda path, _: Placeholder(path), params)
+        found = owned(init, marks, state)
+    except ValueError:
+        found = {}
+    flat = jax.tree.leaves_with_path(state)
+    numbers = {
+        path: 0
+        for path, x in flat
+        if path not in found and grown.get(path, x.shape) != x.shape
+    }
+    for bit in range((len(paths) - 1).bit_length() if numbers else 0):
+        index = itertools.count()
+        shapes = _shapes(
+            init,
+            jax.tree.map(
+                lambda p, bit=bit, index=index: (
+                    _larger(0, p) if next(index) >> bit & 1 else p
+                ),
+                params,
+            ),
+        )
+        for path, x in flat:
+            shape = shapes.get(path)
+            if path in numbers and shape == grown[path]:
+                numbers[path] |= 1 << bit
+            elif shape != x.shape:  # It grows with several parameters.
+                numbers.pop(path, None)
+    return found | {path: paths[i] for path, i in numbers.items() if i < len(paths)}
+
+
+def _axes(shape: Shape, larger: Sequence[Shape], of: Shape) -> list[list[int]]:
+    """For each axis of an array of the state the axes with which it grows.
+
+    Args:
+      shape: its shape.
+      larger: its shapes for parameters that are :func:`_larger`, for each rank.
+      of: the shape of its parameter.
+    """
+    if any(len(x) != len(shape) for x in larger):
+        # Larger parameters have another state, so lengths alone say it.
+        if shape == of:
+            return [[axis] for axis in range(len(of))]
+        same = [[axis for axis, n in enumerate(of) if n == length] for length in shape]
+        return [axes if len(axes) == 1 else [] for axes in same]
+    order = _order(of)
+
+    def grows_with(lengths: Sequence[int]) -> list[int]:
+        # It grows with an axis if it grows less without that one.
+        steps = itertools.pairwise(lengths)
+        return [axis for axis, (n, m) in zip(order, steps, strict=True) if n != m]
+
+    return [*map(grows_with, zip(*larger, shape, strict=True))]
 
 
 def _spec(
-    shapes: tuple[Shape, Shape], of: tuple[Shape, Shape], sharding: NamedSharding
+    shape: Shape, axes: Sequence[Sequence[int]], of: Shape, sharding: NamedSharding
 ) -> P:
     """How an array of the state is cut.
 
     Args:
-      shapes: its shape, and that for a larger parameter.
-      of: the shapes of the parameter, and of the larger one.
+      shape: its shape.
+      axes: for each of its axes those of the parameter with which it grows.
+      of: the shape of the parameter.
       sharding: that of the parameter.
     """
-    if len(shapes[0]) != len(shapes[1]):  # Another state: lengths alone say it.
-        shapes, of = (shapes[0],) * 2, (of[0],) * 2
-    spec = (*sharding.spec, *[None] * (len(of[0]) - len(sharding.spec)))
-    left, names = list(zip(*of, spec, strict=True)), []
-    for length, other in zip(*shapes, strict=True):
-        # The axis with these lengths; or, for a number of blocks, the next one.
-        fits = [axis for axis in left if axis[:2] == (length, other)]
-        fits, name = fits or left[: length != other], None
-        if fits:
-            left.remove(fits[0])
-            name = fits[0][2]
-        devices = [sharding.mesh.shape[n] for n in mesh.axes_of([name])]
-        names.append(None if length % math.prod(devices) else name)
-    return sharding.spec if tuple(names) == spec else P(*names)
+    given = (*sharding.spec, *[None] * (len(of) - len(sharding.spec)))
+    names: list[_Names] = []
+    for length, found in zip(shape, axes, strict=True):
+        name = given[min(found)] if found else None
+        over = mesh.axes_of([name])
+        is_free = not set(over) & set(mesh.axes_of(names))
+        divides = length % math.prod(sharding.mesh.shape[n] for n in over) == 0
+        names.append(name if is_free and divides else None)
+    return sharding.spec if tuple(names) == given else P(*names)
