@@ -134,13 +134,9 @@ def _said(
 ) -> dict[Path, P]:
     """How arrays are cut that ``init`` itself puts somewhere, by their paths."""
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if devices.explicit_axes:  # Types have shardings there.
+    if devices.explicit_axes:
         context = jax.sharding.use_abstract_mesh(devices.abstract_mesh)
-        params = jax.tree.map(
-            lambda p: _described(p).update(sharding=p.sharding), params
-        )
-    else:
-        params = jax.tree.map(_described, params)
+    params = jax.tree.map(lambda p: _described(p).update(sharding=p.sharding), params)
     try:
         with context:
             closed, state = jax.make_jaxpr(init, return_shape=True)(params)

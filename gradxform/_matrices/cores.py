@@ -473,7 +473,7 @@ class _Part:
         number = {x: k for k, x in enumerate(self.variables)}
         roles = tuple(
             (
-                tuple(self.readers[x]),
+                tuple(sorted(set(self.readers[x]))),
                 self.lying.names.get(x),
                 number.get(self.new.get(x, x)),
             )

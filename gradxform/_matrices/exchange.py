@@ -325,6 +325,9 @@ class _Pack:
         """(devices, matrices, ...), or (matrices, ...) if each device has its own."""
         even, uneven = list[jax.Array](), list[jax.Array]()
         for array, kind, batch in zip(arrays, kinds, self._batches, strict=True):
+            if not (kind.axes or kind.is_there):  # Fewer operations to trace.
+                uneven.append(jax.lax.expand_dims(array, (0,)))
+                continue
             x = _in_front(array, kind.axes)
             count = len(kind.axes)
             if kind.is_there:
@@ -380,6 +383,10 @@ class _Pack:
             kind, batch = pairs[n]
             local = self._local(batch)
             size = math.prod(local)
+            if not kind.axes:
+                found[n] = jax.lax.index_in_dim(y, start, keepdims=False)
+                start += 1
+                continue
             part = y[start : start + size].reshape(*local, *y.shape[1:])
             found[n] = _back(part, kind.axes)
             start += size

@@ -145,7 +145,9 @@ def _where_matrices_are(
     more than gradients.
     """
     args: Args = params, params, state, {}
-    if _manual_axes():
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    is_on_mesh = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
+    if _manual_axes() or not is_on_mesh:
         return state
     try:
         placed = placements.found(inner.init, args, shardings)
