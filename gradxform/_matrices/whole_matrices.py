@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from gradxform._checks import arguments
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, programs, versions
-from gradxform._matrices import cores, exchange, placements
+from gradxform._matrices import cores, division, exchange, placements
 from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
@@ -210,6 +210,8 @@ class CutStep:
         with cores.tracing():
             closed, results = jax.make_jaxpr(call, return_shape=True)(types)
             closed = programs.inlined(closed)
+            if cores.has_matrices(closed.jaxpr):
+                closed = division.divided(closed, cores.FEW)
         structure: Any = jax.tree.structure(results)
         updates, params, state, _ = args
         start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))

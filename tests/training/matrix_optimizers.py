@@ -110,6 +110,41 @@ def soap(every=2, b1=0.9, b2=0.95):
     return optimizer(init, update)
 
 
+def at_once(every=2):
+    """Shampoo of a tree, whose roots are all computed in one conditional."""
+
+    def init(params):
+        factors = jax.tree.map(lambda p: (spd(p.shape[-2]), spd(p.shape[-1])), params)
+        roots = jax.tree.map(lambda x: jnp.eye(len(x)), factors)
+        return State(jnp.zeros((), jnp.int32), None, (factors, roots))
+
+    def update(updates, state, params=None):
+        del params
+        flat, treedef = jax.tree.flatten(updates)
+        factors, roots = map(treedef.flatten_up_to, state.leaves)
+        factors = [
+            (0.9 * left + g @ g.T, 0.9 * right + g.T @ g)
+            for g, (left, right) in zip(flat, factors, strict=True)
+        ]
+
+        def refreshed(factors, roots):
+            del roots
+            largest = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(factors)))
+            return jax.tree.map(lambda x: root_by_eigh(x / largest), factors)
+
+        roots = jax.lax.cond(
+            state.count % every == 0,
+            refreshed,
+            lambda factors, roots: roots,
+            *(factors, roots),
+        )
+        made = [a @ g @ b for g, (a, b) in zip(flat, roots, strict=True)]
+        new = treedef.unflatten(factors), treedef.unflatten(roots)
+        return treedef.unflatten(made), State(state.count + 1, None, new)
+
+    return optax.GradientTransformation(init, update)
+
+
 def root_by_eigh(x):
     w, v = jnp.linalg.eigh(x)
     return (v * w ** (-1 / 4)) @ v.T

@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.training.matrix_optimizers import ALL, soap
+from tests.training.matrix_optimizers import ALL, at_once, soap
 from tests.training.test_whole_matrices import (
     collectives,
     draw,
@@ -171,6 +171,25 @@ def test_a_state_that_lies_as_its_parameters(name, axis_type):
     )
     actual, _ = trial.run()
     close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
+
+
+def test_one_conditional_for_all_leaves():
+    """Its branch has a number of all factors, which is computed before."""
+    where = places(ON_BOTH, mesh((4, 2)))
+    plain = jax.device_get(draw(OF_LEAF))
+    tx, ours = at_once(), gx.whole_matrices(at_once(), where)
+    params = jax.device_put(plain, where)
+    state = placed_state(ours, params, tx.init(plain))
+    update = jax.jit(ours.update)
+    program = update.lower(params, state, params).compile()
+    conditionals = program.as_text().count(" conditional(")
+    assert 0 < conditionals <= 2
+    expected = tx.init(plain)
+    for seed in range(1, 5):
+        grads = draw(OF_LEAF, seed)
+        made, state = update(jax.device_put(grads, where), state, params)
+        wanted, expected = tx.update(grads, expected, plain)
+        close(jax.device_get((made, state)), (wanted, expected), 1e-4)
 
 
 AROUND = {

@@ -506,22 +506,24 @@ def test_wrappers_around(name):
     assert collectives(program)[0]["all-to-all"] == 2
 
 
-REFUSED = {
-    "accumulate": (lambda tx: gx.accumulate(tx, 2), "'cond'.*gates.*around"),
-    "skip_spikes": (gx.skip_spikes, "'cond'.*gates.*around"),
-    "MultiSteps": (
-        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        "'cond'.*gates.*around",
-    ),
+GATES = {
+    "accumulate": lambda tx: gx.accumulate(tx, 2),
+    "skip_spikes": gx.skip_spikes,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-def test_gates_inside_are_refused(name, axis_type):
-    wrap, message = REFUSED[name]
-    with pytest.raises(TypeError, match=message):
-        on_mesh(wrap(muon(0.1)), *TWO, (8,), axis_type)
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("name", GATES)
+def test_gates_inside(name, is_clipped, axis_type):
+    """A gate decides for all leaves; a norm of all gradients is in its branch."""
+    tx = muon(0.1)
+    if is_clipped:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    kinds, _ = collectives(check(GATES[name](tx), *TWO, (8,), axis_type))
+    assert "all-gather" not in kinds
 
 
 def gram(g, p):
