@@ -92,7 +92,7 @@ def found(
     meshes = [x.mesh for x in (*types.values(), *places.values())]
     if (is_unknown and not given) or not meshes:
         is_one = jax.device_count() == 1 or not is_unknown or bool(given)
-        return Placements(None, {}, {}, is_one_device=is_one)
+        return Placements(None, {}, types, is_one_device=is_one)
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
     names = {n: _names(x, ndims[n]) for n, x in places.items() if x.mesh.shape == sizes}

@@ -868,6 +868,26 @@ def test_a_part_of_a_sum_is_refused():
         jax.eval_shape(update, params, jax.jit(tx.init)(params))
 
 
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+def test_twice_is_refused(axis_type):
+    where = places(TWO[1], mesh((8,), axis_type))
+    with pytest.raises(TypeError, match="inside of another whole_matrices"):
+        on_mesh(gx.whole_matrices(muon(0.1), where), *TWO, (8,), axis_type)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said", "not said"])
+def test_updates_without_a_type_name_the_context(said):
+    """``jax.jit`` of ``init`` outside of a mesh gives zeros that lie on one device."""
+    where = places(TWO[1], mesh((8,), AxisType.Explicit))
+    params = jax.device_put(draw(TWO[0]), where)
+    inner = each_matrix(newton_schulz)
+    ours = gx.whole_matrices(inner, where if said else None)
+    tx = optax.MultiSteps(ours, 2).gradient_transformation()
+    state = jax.jit(tx.init)(params)
+    with pytest.raises(ValueError, match=r"jax\.set_mesh"):
+        jax.jit(tx.update)(params, state, params)
+
+
 def test_what_is_no_transformation_is_refused():
     with pytest.raises(TypeError, match="inner"):
         gx.whole_matrices(muon)
