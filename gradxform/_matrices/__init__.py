@@ -1,6 +1,7 @@
 """Whole matrices on a mesh, for optimizers that multiply or decompose them.
 
 - ``whole_matrices``: the transformation, and its plan for a traced update.
+- ``unplaced``: a traced update without its mesh.
 - ``division``: conditionals of several parameters, divided.
 - ``owners``: which equations of an update belong to one parameter.
 - ``nested``: programs inside of an equation, and which of their variables are which.

@@ -28,7 +28,7 @@ import jax
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
-from gradxform._matrices import equality
+from gradxform._matrices import equality, unplaced
 from gradxform._matrices.axes import Followed, MixedError
 from gradxform._matrices.boundary import NEVER, Graph
 from gradxform._matrices.owners import Nobody, Owner, Owners, Sets, is_number
@@ -607,10 +607,10 @@ def matrices(core: MatrixCore) -> Matrices:
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env = dict(zip(core.reads, args, strict=True))
-        jaxprs.advance(core.eqns, env)
+        jaxprs.advance(core.eqns, env, unplaced.left_out)
         return [env[x] for x in core.makes]
 
-    program = _traced(run, *(x.aval for x in core.reads))
+    program = _traced(run, *unplaced.bare_types(core.reads))
     reads = [list[int | None]() for _ in core.reads]
     makes = [list[int | None]() for _ in core.makes]
     count = len(next(iter(core.axes.values()), ()))
@@ -693,16 +693,8 @@ def _for_one(
     return _traced(one, *types)
 
 
-@contextlib.contextmanager
-def tracing() -> Iterator[None]:
-    """Traces know of no mesh, so that any one will do, and unroll no loop."""
-    no_mesh = jax.sharding.AbstractMesh((), ())
-    with jax.disable_jit(False), jax.sharding.use_abstract_mesh(no_mesh):
-        yield
-
-
 def _traced(f: Callable[..., list[jax.Array]], *types: Any) -> ClosedJaxpr:
-    with tracing():
+    with unplaced.tracing():
         return jax.make_jaxpr(f)(*types)
 
 

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
+from gradxform._matrices import unplaced
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
 
@@ -50,7 +51,7 @@ def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
     def run(*args: jax.Array) -> list[Any]:
         return jaxprs.run(closed.jaxpr, [*closed.consts, *args], rule)
 
-    return jax.make_jaxpr(run)(*closed.in_avals)
+    return jax.make_jaxpr(run)(*unplaced.bare_types(closed.jaxpr.invars))
 
 
 def _may_tie(eqn: JaxprEqn) -> bool:

@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, programs, versions
-from gradxform._matrices import cores, division, exchange, placements
+from gradxform._matrices import cores, division, exchange, placements, unplaced
 from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
@@ -239,8 +239,10 @@ class CutStep:
             return inner.update(updates, state, params, **extra)
 
         types = [_uncut(leaves[n]) for n in given]
-        with cores.tracing(), _inside():
-            closed, results = jax.make_jaxpr(call, return_shape=True)(types)
+        trace = jax.make_jaxpr(call, return_shape=True)
+        with _inside():
+            closed, results = unplaced.traced(trace, types)
+        with unplaced.tracing():
             closed = programs.inlined(closed)
             if cores.has_matrices(closed.jaxpr):
                 closed = division.divided(closed, cores.FEW)
@@ -368,7 +370,8 @@ class CutStep:
         )
         last: list[jax.Array] = []
         for level in sorted({*levels.values(), *(core.level for core in of_groups)}):
-            jaxprs.advance([eqn for eqn in outside if levels[id(eqn)] == level], env)
+            ready = [eqn for eqn in outside if levels[id(eqn)] == level]
+            jaxprs.advance(ready, env)
             for group in groups:
                 if group.cores[0].level == level:
                     last = _run_group(group, env, last, mesh)

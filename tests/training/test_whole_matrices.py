@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
 import gradxform as gx
-from gradxform._matrices import cores
+from gradxform._matrices import cores, unplaced
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -868,6 +868,43 @@ def test_a_part_of_a_sum_is_refused():
         jax.eval_shape(update, params, jax.jit(tx.init)(params))
 
 
+def constrained(spec, named):
+    def place(x):
+        on = jax.sharding.get_abstract_mesh()
+        assert on.shape == {"x": 8}  # A user may ask for the mesh.
+        there = NamedSharding(mesh((8,), on.axis_types[0]), spec) if named else spec
+        if on.explicit_axes:
+            return jax.sharding.reshard(x, there)
+        return jax.lax.with_sharding_constraint(x, there)
+
+    return place
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+@pytest.mark.parametrize("named", [True, False], ids=["sharding", "spec"])
+@pytest.mark.parametrize("stacked", [True, False])
+def test_placements_inside_of_a_core_are_left_out(stacked, named, axis_type):
+    if stacked and named and axis_type == AxisType.Explicit:
+        pytest.skip("JAX has no such reshard in a batch")
+    place = constrained(P(None, None) if stacked else P(), named)
+    f = each_matrix(
+        (jax.vmap if stacked else lambda f: f)(
+            lambda x: newton_schulz(place(x)) + place(newton_schulz(x))
+        )
+    )
+    shape, spec = ((8, M, N), P(None, "x")) if stacked else ((M, N), ROWS)
+    on = mesh((8,), axis_type)
+    where, plain = places({"w": spec}, on), draw({"w": shape})
+    expected = newton_schulz
+    expected = (jax.vmap(expected) if stacked else expected)(plain["w"])
+    ours = gx.whole_matrices(f, where)
+    with jax.set_mesh(on):
+        params = jax.device_put(plain, where)
+        update = jax.jit(ours.update)
+        updates, _ = update(params, placed_state(f, params, f.init(plain)), params)
+    close(jax.device_get(updates["w"]), -0.2 * expected)
+
+
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 def test_twice_is_refused(axis_type):
     where = places(TWO[1], mesh((8,), axis_type))
@@ -896,7 +933,7 @@ def test_what_is_no_transformation_is_refused():
 def core_of(f, *shapes):
     """The core of a function, what it reads, and which argument that is."""
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    with cores.tracing():
+    with unplaced.tracing():
         closed = jax.make_jaxpr(f)(*types)
     jaxpr = closed.jaxpr
     lying = cores.Lying({}, jaxpr.invars[:1], set(), {}, lambda *_: False)
