@@ -27,7 +27,7 @@ TABLES = {
     "mesh": steps.MESHES,
     "loss": (
         *("axis of layers", "groups of layers", "a second scan, without a derivative"),
-        "a checkpoint around all",
+        *("a checkpoint around all", "a second scan that learns"),
     ),
     "layers": ("a leaf", "some stacks"),
     "frozen": ("some parts",),
