@@ -55,6 +55,12 @@ class InnerProgram(NamedTuple):
     jaxpr: Jaxpr
     consts: Sequence[Any]  # Arrays, also of NumPy.
 
+    @classmethod
+    def needed(cls, closed: ClosedJaxpr) -> InnerProgram:
+        """A program without equations that nothing needs."""
+        eqns = jaxprs.equations(closed.jaxpr)
+        return cls(closed.jaxpr.replace(eqns=eqns), closed.consts)
+
     def run(
         self, inputs: Sequence[Any], rule: jaxprs.EquationRule | None = None
     ) -> list[Any]:
