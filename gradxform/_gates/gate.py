@@ -132,6 +132,7 @@ def gate(
     versions.before_tracing()
 
     def init_fn(params: optax.Params) -> optax.OptState:  # As `Gate`.
+        structures.check_leaves(params)
         return init(params)
 
     return optax.GradientTransformationExtraArgs(init_fn, Gate(decide, inner))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import (
     Any,
@@ -73,6 +74,39 @@ class Worker(NamedTuple):
     extra: Callable[..., Mapping[str, object]] | None = None
     device: jax.Device | None = None
     pull_dtype: jax.typing.DTypeLike | None = None
+
+
+def check_worker(worker: Worker) -> None:
+    """Raises ``TypeError`` unless all that a worker calls are functions."""
+    if not callable(worker.batch):
+        raise TypeError(
+            "batch of an engines.Worker is a function of the number of a gradient, got "
+            f"{_short(worker.batch)}. Of a sequence it is lambda number: "
+            "batches[number], of a stream or loader lambda _: next(stream)."
+        )
+    for name in ("gradient", "duration", "rows", "extra"):
+        value, optional = getattr(worker, name), name != "gradient"
+        if not callable(value) and not (optional and value is None):
+            raise TypeError(
+                f"{name} of an engines.Worker must be a function, got {_short(value)}."
+            )
+
+
+def _short(value: object) -> str:
+    """A value for messages, which may be a whole data set."""
+    return f"a {type(value).__name__}"
+
+
+@functools.wraps(Worker.__new__)
+def _checked_worker(cls: type[Worker], *args: Any, **kwargs: Any) -> Worker:
+    worker: Worker = _new_worker(cls, *args, **kwargs)
+    check_worker(worker)
+    return worker
+
+
+# The class of a named tuple cannot have a `__new__` of its own.
+_new_worker = Worker.__new__
+Worker.__new__ = _checked_worker  # type: ignore[assignment]
 
 
 class Job(NamedTuple):

@@ -546,3 +546,25 @@ def test_no_more_workers_leave_than_a_step_can_miss(engine):
         # The gradient that it was computing may still come.
         assert pushes.pop(1, 0) <= 1
         assert pushes.keys() == {0, 2}
+
+
+SEQUENCES = {
+    "list": ([(1.0,)], "a list"),
+    "generator": (((1.0,) for _ in range(3)), "a generator"),
+    "iterator": (iter([(1.0,)]), "a list_iterator"),
+    "array": (np.ones(3), "a ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_batch_that_is_no_function_is_refused_where_the_worker_is_made(name):
+    batch, kind = SEQUENCES[name]
+    words = rf"batch of an engines.Worker is a function .*got {kind}.*next\(stream\)"
+    with pytest.raises(TypeError, match=words):
+        engines.Worker(lambda params, x: (0.0, params), batch=batch)
+    worker = engines.Worker(lambda params, x: (0.0, params))._replace(batch=batch)
+    job = engines.Job(jnp.ones(()), optax.sgd(0.1), [worker], 1)
+    with pytest.raises(TypeError, match=words), engines.simulated(job) as run:
+        next(run.pushes)
+    with pytest.raises(TypeError, match=r"duration of an engines\.Worker must be"):
+        engines.Worker(lambda params, x: (0.0, params), duration=1.0)
