@@ -39,7 +39,7 @@ def sums(
     return jax.tree.unflatten(treedef, whole), together
 
 
-def means(
+def layer_means(
     layers: PyTree[jax.Array], axis_name: AxisName, stacked: list[int]
 ) -> PyTree[jax.Array]:
     """The mean of each layer over all devices; as :func:`sums`, with means."""

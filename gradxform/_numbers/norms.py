@@ -119,7 +119,7 @@ def means(
     if axis_name is None:
         return layers
     names = maps.prefix_of(axis_name, tree)
-    return mesh.means(layers, names, jax.tree.leaves(depths))
+    return mesh.layer_means(layers, names, jax.tree.leaves(depths))
 
 
 def alone(updates: optax.Updates) -> optax.Updates:

@@ -18,7 +18,7 @@ import numpy as np
 from gradxform._checks import structures
 from gradxform._rows.rows import rows_of, take_summed
 from gradxform._server.placement import Placement, compiled
-from gradxform._trees.types import Param, PyTree, Rows
+from gradxform._trees.types import Param, PyTree, RowsByPath
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 # How leaves arrive: the dtype of floating ones; None for the dtype that each has.
@@ -53,7 +53,7 @@ class TablePaths:
         self._known = structures.by_name(self._indices)
 
     def request(
-        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
+        self, rows: RowsByPath | None, dtype: jax.typing.DTypeLike | None
     ) -> PullRequest:
         """The arguments of a pull, checked.
 

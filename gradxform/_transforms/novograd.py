@@ -173,7 +173,7 @@ def scale_by_novograd(
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        momentum.check_dense("novograd", updates, state.mu)
+        momentum.check_like_momentum("novograd", updates, state.mu)
         if clip_sums is None:
             clip_sums = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes

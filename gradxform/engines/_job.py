@@ -76,25 +76,22 @@ class Worker(NamedTuple):
     pull_dtype: jax.typing.DTypeLike | None = None
 
 
+_BATCH = (
+    "It is called with the number of a gradient: pass lambda number: batches[number] "
+    "for a list, or lambda _: next(stream) for a stream or a loader."
+)
+
+
 def check_worker(worker: Worker) -> None:
-    """Raises ``TypeError`` unless all that a worker calls are functions."""
-    if not callable(worker.batch):
-        raise TypeError(
-            "batch of an engines.Worker is a function of the number of a gradient, got "
-            f"{_short(worker.batch)}. Of a sequence it is lambda number: "
-            "batches[number], of a stream or loader lambda _: next(stream)."
-        )
-    for name in ("gradient", "duration", "rows", "extra"):
-        value, optional = getattr(worker, name), name != "gradient"
-        if not callable(value) and not (optional and value is None):
+    """Raises ``TypeError`` unless these fields of a worker are functions, or None."""
+    for name in ("batch", "duration", "rows", "extra"):
+        value = getattr(worker, name)
+        if not callable(value) and (value is not None or name == "batch"):
+            kind = type(value).__name__
+            hint = f" {_BATCH}" if name == "batch" else ""
             raise TypeError(
-                f"{name} of an engines.Worker must be a function, got {_short(value)}."
+                f"{name} of an engines.Worker must be a function, got a {kind}.{hint}"
             )
-
-
-def _short(value: object) -> str:
-    """A value for messages, which may be a whole data set."""
-    return f"a {type(value).__name__}"
 
 
 @functools.wraps(Worker.__new__)
