@@ -392,8 +392,8 @@ def _map_backwards(
 
     On GPU the gradient of a matrix waits for the sum before it. Otherwise the compiler
     adds all of them in one kernel, and so keeps them all: 1.00 N instead of 0.10 N of
-    12 dense layers on an H100. A table does not wait: its gradient may be scattered
-    into its sum, without an array of its own.
+    12 dense layers, by its count for an H100. A table does not wait: its gradient may
+    be scattered into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (updates, *rest)), strict=True)
     results: list[Leaf] = []
