@@ -196,7 +196,7 @@ class ThreadServer(Generic[Params]):
           ServerClosedError: the server is closed.
         """
         self._core.check_usable(if_lost=False)
-        arrays = self._core.specs.place(state)
+        arrays = self._core.specs.put(state)
         self._turns.run(self._core.restore, arrays)
 
     def close(self) -> None:

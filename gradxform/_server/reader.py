@@ -128,8 +128,8 @@ class Reader:
     """
 
     def __init__(self, arrays: Sequence[jax.Array]) -> None:
-        self.placement = place = Placement(arrays)
-        self._types = [place.abstract(x.aval, x.sharding) for x in arrays]
+        self.placement = placement = Placement(arrays)
+        self._types = [placement.abstract(x.aval, x.sharding) for x in arrays]
         self._programs: dict[tuple[int, int | None, Form], Program] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
@@ -172,7 +172,7 @@ class Reader:
         return None if stays else form
 
     def _compiled(self, index: int, size: int | None, form: Form) -> Program:
-        place, type_ = self.placement, self._types[index]
+        placement, type_ = self.placement, self._types[index]
 
         def read(*args: jax.Array) -> jax.Array:
             *ids, table = args
@@ -181,8 +181,8 @@ class Reader:
 
         ids, sharding = [], type_.sharding
         if size is not None:
-            sharding = place.everywhere if place.committed else None
+            sharding = placement.everywhere if placement.committed else None
             of_ids = jax.typeof(np.empty(size, np.int32))
-            ids = [place.abstract(of_ids, place.everywhere)]
-        with place.default_device():
+            ids = [placement.abstract(of_ids, placement.everywhere)]
+        with placement.default_device():
             return compiled(read, *ids, type_, out_shardings=sharding)

@@ -79,4 +79,4 @@ class Transport:
         """The newest checkpoint, its arrays at their places; and notes for the user."""
         specs = self.core.specs
         snapshot, notes = store.read_newest(specs.arrays(self.core.version.leaves))
-        return snapshot._replace(state=specs.place(snapshot.state)), notes
+        return snapshot._replace(state=specs.put(snapshot.state)), notes
