@@ -455,7 +455,9 @@ def learning_leaves(
     """The trainable parameters; None for the others."""
     given = True if trainable is None else trainable
     mask = structures.bools("trainable", given, params)
-    return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+    learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+    structures.check_learnable(learning)
+    return learning
 
 
 def _check_tables(
