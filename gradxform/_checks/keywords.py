@@ -297,6 +297,27 @@ def check_read(
         raise TypeError(_words_of_error(lost[0], loss, named, others=others))
 
 
+def check_loss_reads(
+    loss_fn: Callable[[dict[str, Any]], Any],
+    of_loss: dict[str, Any],
+    loss: Words,
+    named: Collection[str],
+) -> None:
+    """Raises ``TypeError`` if a loss with ``**kwargs`` drops a slip in a gate's word.
+
+    ``loss_fn(of_loss)`` runs it. It is traced a second time only if there may be such
+    a slip. What it drops otherwise, as of a batch with many names, nobody else misses.
+    """
+    others = {k: x for k, x in of_loss.items() if k not in loss.names}
+    slips = {
+        k: x
+        for k, x in others.items()
+        if slip(k, named) and not any(map(is_static, _leaves(x)))
+    }
+    for word in _unread(lambda words: loss_fn({**of_loss, **words}), slips):
+        raise TypeError(_words_of_error(word, loss, named, others=False))
+
+
 def check_slips(extra: Collection[str], named: Collection[str]) -> None:
     """Raises ``TypeError`` if an extra argument is one slip away from one of these.
 
