@@ -99,11 +99,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.more)
 
 
+ENDED = itertools.count(1)  # Modules of this process.
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forgotten_programs():
-    """What a module has compiled is of no use to the next one, and slows it down."""
+    """What some modules have compiled is of little use to others, and slows them down.
+
+    Operations that run outside of `jit` are of use, so not each module forgets.
+    """
     yield
-    jax.clear_caches()
+    if next(ENDED) % 6 == 0:
+        jax.clear_caches()
 
 
 @contextlib.contextmanager

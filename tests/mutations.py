@@ -14,6 +14,13 @@ user can see.
     python -m tests.mutations _gates _server/core.py --sample 60 --seed 1
 
 The last one draws 60 of all faults of a folder and of a file, the same each time.
+
+    python -m tests.mutations _gates --sample 60 --seed 1 --part quick --sole
+    python -m tests.mutations _gates --sample 60 --seed 1 --sole tests/late tests/trees
+
+With ``--sole`` no run stops at the first failure. For each fault it says all files
+whose tests notice, and at the end which faults a file alone has noticed. If a file has
+noticed none alone, others find what its tests find. It may name the tests to run.
 """
 
 from __future__ import annotations
@@ -22,6 +29,7 @@ import argparse
 import ast
 import concurrent.futures
 import contextlib
+import itertools
 import os
 import pathlib
 import random
@@ -201,22 +209,39 @@ def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
 
 def pytest(folder: pathlib.Path, *options: str) -> str | None:
     """Runs tests of a copy. Returns the name of the first that fails, or None."""
-    command = [sys.executable, "-m", "pytest", "-n0", "-q", "-x", "--tb=line", "-rfE"]
-    command += options
+    return next(iter(failures(folder, "-x", *options)), None)
+
+
+def failures(folder: pathlib.Path, *options: str) -> list[str]:
+    """Runs tests of a copy. Returns the names of those that fail."""
+    command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=line", "-rfE"]
+    command += ["--continue-on-collection-errors", *options]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         process = subprocess.run(
             command, cwd=folder, env=env(folder), timeout=LIMIT, check=False, **pipe
         )
     except subprocess.TimeoutExpired:
-        return f"none within {LIMIT} seconds"
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - |$)", process.stdout, re.M)
-    if process.returncode == 1 and failed:
-        return failed[1]
+        return [f"none within {LIMIT} seconds"]
+    failed = re.findall(
+        r"^(?:FAILED|ERROR) (\S+(?:::.*?)?)(?: - |$)", process.stdout, re.M
+    )
+    if process.returncode in (1, 2) and failed:  # 2 if some could not be collected.
+        return failed
     if process.returncode in (0, 5):  # There may be no such tests.
-        return None
-    # No test has failed: they could not be collected, or pytest was called wrongly.
+        return []
+    # No test has failed: pytest was called wrongly.
     raise RuntimeError(f"{' '.join(options)}:\n{process.stdout}")
+
+
+@contextlib.contextmanager
+def mutated(mutation: Mutation, original: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A copy with the fault."""
+    with tempfile.TemporaryDirectory(prefix="gradxform-") as temporary:
+        # The copy keeps what Python has compiled, which goes by the times of the files.
+        folder = shutil.copytree(original, pathlib.Path(temporary, "copy"))
+        (folder / "gradxform" / mutation.file).write_text(mutation.source)
+        yield folder
 
 
 def outcome(
@@ -224,17 +249,41 @@ def outcome(
 ) -> tuple[str, str, float]:
     """The part that catches a mutation, or "none"; its first test to fail; seconds."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="gradxform-") as temporary:
-        # The copy keeps what Python has compiled, which goes by the times of the files.
-        folder = shutil.copytree(original, pathlib.Path(temporary, "copy"))
-        mutated = folder / "gradxform" / mutation.file
-        mutated.write_text(mutation.source)
+    with mutated(mutation, original) as folder:
         for part, marker in markers.items():
             for tests in nearest_first(folder, mutation.file):
                 test = pytest(folder, "-m", marker, *tests)
                 if test is not None:
                     return part, test, time.perf_counter() - start
     return "none", "", time.perf_counter() - start
+
+
+def print_files(
+    chosen: dict[int, Mutation],
+    original: pathlib.Path,
+    options: list[str],
+    pool: concurrent.futures.Executor,
+) -> None:
+    """Prints which files notice each fault, and which faults a file notices alone."""
+
+    def noticed(mutation: Mutation) -> set[str]:
+        with mutated(mutation, original) as folder:
+            return {test.split("::")[0] for test in failures(folder, *options)}
+
+    if fails := failures(original, *options):
+        raise RuntimeError(f"without any mutation fails {', '.join(fails)}")
+    noticed_by: dict[str, list[int]] = {}
+    alone: dict[str, list[int]] = {}
+    for number, files in zip(chosen, pool.map(noticed, chosen.values()), strict=True):
+        print(f"{number:3}  {chosen[number].title}", *sorted(files), sep="\n     ")
+        for file in files:
+            noticed_by.setdefault(file, []).append(number)
+            alone.setdefault(file, []).extend([number] if len(files) == 1 else [])
+    print("file, how many of the faults it notices, and those that it notices alone:")
+    for file, numbers in sorted(noticed_by.items()):
+        print(f"{file}  {len(numbers)}  {' '.join(map(str, alone[file])) or 'none'}")
+    missed = len(chosen) - len(set(itertools.chain(*noticed_by.values())))
+    print(f"No file notices {missed} of {len(chosen)}.")
 
 
 def main() -> None:
@@ -246,6 +295,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", type=int, metavar="NUMBER")
     parser.add_argument("--part", choices=("quick", "all"), default="all")
     parser.add_argument("-n", type=int, default=1, metavar="JOBS")
+    parser.add_argument(
+        "--sole", nargs="*", metavar="TESTS", help="prints the files that notice"
+    )
     parser.add_argument("--list", action="store_true", help="prints the faults alone")
     args = parser.parse_args()
     chosen = dict(enumerate(of_files(args.files, args.sample, args.seed), 1))
@@ -263,6 +315,10 @@ def main() -> None:
             os.environ["JAX_COMPILATION_CACHE_DIR"] = enter(folder())
         original = copied(pathlib.Path(enter(folder())).resolve())
         pool = enter(concurrent.futures.ThreadPoolExecutor(args.n))
+        if args.sole is not None:
+            options = ["-m", " or ".join(markers.values()), *args.sole]
+            print_files(chosen, original, options, pool)
+            return
         outcomes = pool.map(lambda m: outcome(m, original, markers), chosen.values())
         by_part: dict[str, list[str]] = {"quick": [], "slow": [], "none": []}
         for number, (part, test, seconds) in zip(chosen, outcomes, strict=True):
@@ -272,7 +328,7 @@ def main() -> None:
             )
             by_part[part].append(test)
         # A test that fails without a fault has caught nothing.
-        caught = {test for test in by_part["quick"] + by_part["slow"] if "::" in test}
+        caught = {test for test in by_part["quick"] + by_part["slow"] if ".py" in test}
         fails = pytest(original, *sorted(caught)) if caught else None
         if fails:
             raise RuntimeError(f"without any mutation fails {fails}")

@@ -71,13 +71,14 @@ def kept(row):
     return row.name, structure, *((x.shape, x.dtype, x.weak_type) for x in leaves)
 
 
-# One row of those that keep the same. The rows of a public factory have one run and one
-# checkpoint: dicts by row.
-KEPT = {kept(row): row for row in reversed(DESCRIPTORS)}.values()
-FACTORIES = {
-    factory: {str(row): row for row in KEPT if row.name == factory}
-    for factory in dict.fromkeys(row.name for row in DESCRIPTORS)
-}
+FACTORIES = list(dict.fromkeys(row.name for row in DESCRIPTORS))
+
+
+@functools.cache
+def rows_of(factory):
+    """One row of those that keep the same: they have one run and one checkpoint."""
+    rows = [row for row in reversed(DESCRIPTORS) if row.name == factory]
+    return {str(row): row for row in {kept(row): row for row in rows}.values()}
 
 
 def save(path, tree):
@@ -119,7 +120,8 @@ class Run:
     """The rows of a factory, and what they kept before each step and after the last."""
 
     def __init__(self, factory, path):
-        self.rows, self.path = FACTORIES[factory], path / "checkpoint"
+        self.number = FACTORIES.index(factory)
+        self.rows, self.path = rows_of(factory), path / "checkpoint"
         self.begin, self.step = program(self.rows)
         now = self.begin(draw_on(HERE, 0))
         self.values, self.bits = [jax.device_get(now)], [bits(now)]
@@ -162,7 +164,7 @@ def test_a_sharded_run_resumes_on_its_own_mesh_and_on_others(a_run):
     What is restored there has the bits of the old run and the places of a new one, and
     ``test_sharded.py`` tests that each row makes the same steps on every mesh.
     """
-    where = ELSEWHERE[list(FACTORIES.values()).index(a_run.rows) % len(ELSEWHERE)]
+    where = ELSEWHERE[a_run.number % len(ELSEWHERE)]
     begin, step = program(a_run.rows)
     fresh = begin(draw_on(where, 0))
     now = restore(a_run.path, fresh)

@@ -214,9 +214,7 @@ def assert_formula(row, update, draw=draw):
                 # The square of a smaller norm is 0.
                 least = np.sqrt(least) if "norms" in row.kept() else least
                 atol = max(rtol * size, least)
-                what = (
-                    f"{part} of leaf {k}, after {n} pushes, {row.says('sets_params')}"
-                )
+                what = f"{part} of leaf {k}, after push {n}. {row.says('sets_params')}"
                 np.testing.assert_allclose(
                     ours[k], theirs[k], rtol=0, atol=atol, err_msg=what
                 )

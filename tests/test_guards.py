@@ -18,75 +18,18 @@ GRADS = jax.tree.map(jnp.ones_like, PARAMS)
 
 SGD = {"inner": optax.sgd(0.1)}
 RATE = {"learning_rate": 0.1}
-NUM_DELAY = RATE | {"num_delay": 4}
-OUT_OF_RANGE = [
-    (gx.clip_by_global_norm, {"max_norm": -1.0}),
-    (gx.clip_by_global_norm, {"max_norm": jnp.float32(-1)}),
-    (gx.clip_by_norm, {"max_norm": -1.0}),
-    (gx.scale_by_adagrad, {"initial_accumulator_value": -0.1}),
-    (gx.scale_by_adagrad, {"initial_accumulator_value": float("inf")}),
-    (gx.scale_by_adagrad, {"eps": -1e-7}),
-    (gx.adagrad, RATE | {"clipnorm": -1.0}),
-    (gx.adagrad, RATE | {"clipvalue": -1.0}),
-    (gx.scale_by_novograd, {"b1": 1.0}),
-    (gx.scale_by_novograd, {"b2": 1.0}),
-    (gx.scale_by_novograd, {"eps": -1e-8}),
-    (gx.scale_by_novograd, {"weight_decay": -0.1}),
-    (gx.ftrl, {"learning_rate": -1e-6}),
-    (gx.ftrl, RATE | {"learning_rate_power": 0.5}),
-    (gx.ftrl, RATE | {"initial_accumulator_value": -1.0}),
-    (gx.ftrl, RATE | {"l1_regularization_strength": -1.0}),
-    (gx.ftrl, RATE | {"l2_regularization_strength": float("inf")}),
-    (gx.ftrl, RATE | {"l2_shrinkage_regularization_strength": -1.0}),
-    (gx.ftrl, RATE | {"beta": -1.0}),
-    (gx.contrib.delayed_nesterov, RATE | {"num_delay": 0}),
-    (gx.contrib.delayed_nesterov, NUM_DELAY | {"b1": 1.0}),
-    (gx.contrib.delayed_nesterov, NUM_DELAY | {"activation": 0.26}),
-    (gx.contrib.delayed_nesterov, NUM_DELAY | {"activation": -0.1}),
-    (gx.contrib.momentum_look_ahead, RATE | {"b1": 1.0}),
-    (gx.drop_stale, SGD | {"max_staleness": -1}),
-    (gx.drop_stale, SGD | {"max_staleness": float("nan")}),
-    (gx.scale_by_staleness, {"power": -1.0}),
-    (gx.compensate_delay, {"variance_control": -0.1}),
-    (gx.conditional_accumulator, SGD | {"num_required": 0}),
-    (gx.conditional_accumulator, SGD | {"num_required": 2**31}),
-    (gx.conditional_accumulator, SGD | {"num_required": 2, "max_staleness": -1}),
-    (gx.accumulate, SGD | {"num_required": 0}),
-    (gx.worker_mean, SGD | {"method": "all", "num_workers": 0}),
-    (gx.contrib.clip_by_zscore, {"threshold": -1}),
-    (gx.contrib.clip_by_zscore, {"decay": 1.5}),
-    (gx.contrib.clip_by_zscore, {"warmup": 0}),
-    (gx.skip_spikes, SGD | {"window": 1}),
-    (gx.skip_spikes, SGD | {"sigmas": -1}),
-    (gx.skip_spikes, SGD | {"window": 8, "warmup": 9}),
-    (gx.skip_spikes, SGD | {"warmup": 1}),
-]
 
 
-@pytest.mark.every
-@pytest.mark.parametrize(
-    ("factory", "kwargs"),
-    OUT_OF_RANGE,
-    ids=[f"{f.__name__}-{list(k.items())[-1]}" for f, k in OUT_OF_RANGE],
-)
-def test_out_of_range(factory, kwargs):
-    name, value = list(kwargs.items())[-1]
-    with pytest.raises(ValueError, match=rf"^{name} must be in [\[(].*, got {value}"):
-        factory(**kwargs)
+# `test_contract.py` has the ends of the ranges of all numbers.
+def test_a_number_in_an_array_is_in_its_range_too():
+    with pytest.raises(ValueError, match=r"^max_norm must be in \[0, inf\], got -1"):
+        gx.clip_by_global_norm(jnp.float32(-1))
 
 
 @pytest.mark.parametrize("value", [None, "1", [1.0, 2.0], 1j])
 def test_bad_numbers_are_errors(value):
     with pytest.raises(TypeError, match=r"^max_norm must be a real scalar"):
         gx.clip_by_global_norm(value)
-
-
-def test_the_ends_of_the_ranges_are_allowed():
-    gx.clip_by_global_norm(0.0)
-    gx.clip_by_global_norm(float("inf"))
-    gx.scale_by_adagrad(0.0, 0.0)
-    gx.scale_by_novograd(0.0, 0.0, 0.0, weight_decay=0.0)
-    gx.drop_stale(optax.sgd(0.1), 0)
 
 
 @pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd, gx.ftrl])

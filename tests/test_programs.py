@@ -6,6 +6,7 @@ the tests are skipped.
 """
 
 import doctest
+import functools
 import pathlib
 
 import jax
@@ -26,6 +27,7 @@ pytestmark = [
 STEPS = 10
 
 
+@functools.cache
 def page_never_late():
     """Programs give no ``local_step``: the wrapper on the page does."""
     page = pathlib.Path(__file__).parents[1] / "docs/trainers.md"
@@ -35,9 +37,6 @@ def page_never_late():
         for example in doctest.DocTestParser().get_examples(rest.partition("\n## ")[0]):
             exec(example.source, named)
     return named["never_late"]
-
-
-never_late = page_never_late()
 
 
 def theirs(rate):
@@ -52,7 +51,7 @@ PAIRS = {
         lambda: optax.chain(optax.clip_by_global_norm(0.5), theirs(0.1)),
     ),
     "gate": (
-        lambda: never_late(gx.drop_stale(optax.adam(0.02), max_staleness=0)),
+        lambda: page_never_late()(gx.drop_stale(optax.adam(0.02), max_staleness=0)),
         lambda: optax.adam(0.02),
     ),
     "micro": (

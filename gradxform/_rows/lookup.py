@@ -223,7 +223,7 @@ class LossOfRows(NamedTuple):
 
     loss: Callable[[dict[int, Any], Offsets], tuple[Any, tuple[Any, readings.Ids]]]
     offsets: Offsets
-    tables: dict[int, readings.Source]
+    tables: dict[int, readings.WholeOrRows]
 
     @classmethod
     def of(
@@ -283,9 +283,9 @@ def _is_part(node: object) -> TypeGuard[TableRows]:
 
 def _select(
     is_named: Callable[[str], bool], paths: Sequence[str], leaves: dict[int, Any]
-) -> dict[int, readings.Source]:
+) -> dict[int, readings.WholeOrRows]:
     """The leaves that are named, or parts of a table, by their index."""
-    named: dict[int, readings.Source] = {}
+    named: dict[int, readings.WholeOrRows] = {}
     for i, leaf in leaves.items():
         if not _is_part(leaf) and not is_named(paths[i]):
             continue
@@ -300,7 +300,7 @@ def _select(
 
 
 def _slices(
-    ids: list[jax.Array], rows: list[jax.Array], table: readings.Source
+    ids: list[jax.Array], rows: list[jax.Array], table: readings.WholeOrRows
 ) -> IndexedSlices:
     """The gradient of a table; ``rows`` are the gradients of the rows at ``ids``."""
     row = table.shape[1:]

@@ -161,12 +161,8 @@ def _on_device(
         return gate.step(tx, grads, state, arrays, extra, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=loss, given=given)
-    try:
-        with boundary.explained(grads):
-            new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
-    except AttributeError:  # Another state has other fields.
-        structures.check_own_state(state, jax.eval_shape(tx.init, arrays))
-        raise
+    with boundary.explained(grads):
+        new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
     if arrays is not params:
         new = table_rows.with_rows(params, new)
     return cast(Params, new), state
@@ -202,11 +198,12 @@ def minimize(
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       layers: paths of parameters, or of trees of them, such as ``"decoder/layers"``.
-        They are stacks: one ``jax.lax.scan`` of the loss goes over each of them, as in
+        They are stacks: a ``jax.lax.scan`` of the loss goes over each of them, as in
         models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them
         that gives the loss a derivative by them. The backward pass applies ``tx`` to
         each layer as soon as its gradient is known, or adds it to the sum of
-        :func:`accumulate`. So no array holds the gradients of all layers. It computes
+        :func:`accumulate`. So no array holds the gradients of all layers, but for a
+        stack that learns in several scans: its gradient is one array. It computes
         each layer again, as with ``jax.checkpoint``. The numbers are those of the step
         without ``layers``. The update of a layer may read this layer, its index, the
         loss and scalars, but no other layer and no gradient of another parameter. It
@@ -239,7 +236,7 @@ def minimize(
     Raises:
       ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
         parameter; ``tables`` names one that is not trainable; or ``layers`` names one
-        that no single ``scan`` goes over with a derivative.
+        that something else than a ``scan`` reads with a derivative.
       TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
         ``layers``, as a clip by the norm of all gradients does without ``two_passes``,
         or needs ``grad`` or ``value_fn`` with ``layers``; a keyword is read by nobody,

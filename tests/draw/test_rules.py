@@ -28,7 +28,7 @@ def drawn(family, count, seed=0):
 @pytest.mark.every
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_are_those_of_the_whole(family):
-    for p in drawn(family, 40 if family == "parts" else 20):
+    for p in drawn(family, 24 if family == "parts" else 12):
         programs.check(p)
 
 

@@ -39,12 +39,34 @@ def drawn(family, count, seed):
     return itertools.islice(programs.random_programs(FAMILIES[family], seed), count)
 
 
+# Of so many programs so many are run.
+COUNTS = {"losses": (200, 3), "optimizers": (200, 3), "places": (200, 3)}
+COUNTS["all steps"] = 1, 1  # Those with most choices take long.
+
+
+def telling(stream, count):
+    """So many programs of a stream, each with most choices that the others lack."""
+    programs, seen = list(stream), set()
+    for _ in range(count):
+        p = max(programs, key=lambda p: len(p.chosen - seen))
+        programs.remove(p)
+        seen |= p.chosen
+        yield p
+
+
 @pytest.mark.every
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", steps.FAMILIES)
 def test_steps_are_the_ordinary_ones(family):
-    """With a seed whose programs have nearly all choices."""
-    counts = {"losses": 6, "optimizers": 9, "places": 5, "all steps": 2}
-    for p in drawn(family, counts.get(family, 10), seed=29):
+    """A few of many programs: each has choices that those before it lack."""
+    drawn_number, number = COUNTS[family]
+    for p in telling(drawn(family, drawn_number, seed=29), number):
+        p.check()
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("family", updates.FAMILIES)
+def test_updates_are_the_ordinary_ones(family):
+    for p in drawn(family, 6, seed=29):
         p.check()
 
 
@@ -74,6 +96,7 @@ def test_updates_by_layers_and_by_the_row(family):
     assert sum(x is not None for x in found) < 0.6 * len(found)
 
 
+@pytest.mark.slow
 def test_a_wrong_step_is_a_program_that_one_can_run(monkeypatch):
     """With the layers of each stack written twice as large."""
     written = StepLeaves.written

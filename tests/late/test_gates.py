@@ -115,9 +115,9 @@ def test_the_staleness_fraction_is_of_dropped_pushes_to_steps():
     """Those of the outermost gate that counts late ones. One of five pushes is late."""
     inner = gx.conditional_accumulator(optax.sgd(0.1), 2)
     for tx in (inner, gx.accumulate(inner, 1), gx.skip_spikes(inner)):
-        state = tx.init(PARAMS)
+        state, update = jax.jit(tx.init)(PARAMS), jax.jit(tx.update)
         for local_step in (0, 0, 0, 1, 1):
-            _, state = tx.update(GRADS, state, PARAMS, local_step=local_step)
+            _, state = update(GRADS, state, PARAMS, local_step=local_step)
         assert gx.staleness_fraction(state) == np.float32(1 / 3)
     for tx in (gx.accumulate(optax.sgd(0.1), 1), gx.skip_spikes(optax.sgd(0.1))):
         assert gx.global_step(tx.init(PARAMS)) == 0

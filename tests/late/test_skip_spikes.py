@@ -239,7 +239,6 @@ def test_devices_that_share_a_gradient_decide_alike(make):
         assert got[1].skipped_count == 2
 
 
-@pytest.mark.every
 @pytest.mark.parametrize("how", ["tracked", "two axes", "untracked", "vmap"])
 def test_devices_with_losses_of_their_own_decide_alike(how):
     # Gradients are ones. On device 0 one loss is high, and another is NaN.

@@ -72,6 +72,7 @@ def test_a_push_with_a_word_that_nobody_reads_changes_nothing():
         assert server.push(grads, 0, worker=0, value=1.0).staleness == 0
 
 
+@pytest.mark.slow
 def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay():
     threads, each = 8, 125
     server = server_of()
@@ -202,6 +203,7 @@ def test_wait_takes_steps_and_seconds():
     assert server.wait(np.int32(-1)) == 0
 
 
+@pytest.mark.slow
 def test_a_waiter_that_gives_up_is_forgotten():
     server = server_of()
 

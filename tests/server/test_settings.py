@@ -118,6 +118,7 @@ def test_an_engine_works(setting, engine):
     np.testing.assert_allclose([pushes[0].loss, pushes[0].norm], [1, 2 / 3**0.5], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_numbers_for_the_host_need_no_transfer_of_the_caller(dtype):
     tree = {"w": jnp.full((300, 300), 1.0, dtype), "table": slices(jnp.asarray)}

@@ -33,6 +33,7 @@ def shown(seen):
     return optax.stateless(look)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("two_passes", [False, True])
 def test_each_layer_shows_its_numbers(two_passes):

@@ -370,6 +370,7 @@ def test_a_state_for_layers_that_changes():
         step.lower(start(), tx.init(start()), X)
 
 
+@pytest.mark.slow
 def test_rounding_at_random_gives_the_bits_of_the_whole_stack():
     """The update is the same number for all entries, so only the bits differ."""
     same = optax.stateless_with_tree_map(lambda u, _: jnp.full_like(u, -1e-3))
@@ -514,6 +515,7 @@ def test_a_third_pass_is_named(links):
         step.lower(params, tx.init(params), X)
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     loop = optax.chain(
         *(of_matrices(RATES[f"in a {x}"]) for x in ("loop", "derivative"))
@@ -554,6 +556,7 @@ def test_adafactor_of_vectors_that_it_factors_over_layers(layers):
         trained(adafactor(5, momentum=0.9), start(layers))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx", [adafactor(6, clipping_threshold=0.01), gx.novograd(0.1)]
 )

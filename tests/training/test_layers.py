@@ -66,6 +66,7 @@ def test_any_loss_and_any_optimizer(loss, way):
     check(LOSSES[loss], WAYS[way])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("way", "loss"), pairs(HALF, ["plain", "nested", "teacher"]))
 def test_half_precision(way, loss):
     check(LOSSES[loss], WAYS[way])
@@ -221,6 +222,7 @@ def test_few_layers_are_reshaped(number):
         check(one, tx, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_loss_reads_the_axis_of_a_vmap_by_its_name():
     """A model for each entry."""
     tx = gx.accumulate(optax.adam(0.01), 1)
@@ -238,6 +240,7 @@ def test_a_loss_reads_the_axis_of_a_vmap_by_its_name():
     chex.assert_trees_all_close(run(["blocks"]), run(()), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         make = functools.partial(start, dtype="float64")

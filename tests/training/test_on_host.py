@@ -86,6 +86,7 @@ def test_any_loss_and_any_optimizer(loss, way, memory):
     check(LOSSES[loss], WAYS[way], memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "way", "memory"),
     [
@@ -99,11 +100,18 @@ def test_two_passes(loss, way, memory):
 
 
 @pytest.mark.parametrize("memory", PLACES)
-@pytest.mark.parametrize("way", ["adagrad", "partition", "stale sums", "seven bytes"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("adagrad", "partition", "stale sums"),
+        pytest.param("seven bytes", marks=pytest.mark.slow),
+    ],
+)
 def test_without_layers(way, memory):
     check(ONE, WAYS[way], memory, layers=(), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_master_weights_to_the_bit():
     way = Way(gx.master_weights(optax.adamw(1e-2)), dtype="bfloat16")
     wanted, got = (train(ONE, way, ["blocks"], x) for x in ("device", "state"))
@@ -179,6 +187,7 @@ def test_local_steps_from_parameters_there():
     same(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "memory"), [("8 bits", "state"), ("adamw", "both"), ("adagrad", "state")]
 )
@@ -356,7 +365,8 @@ def seven_bytes():
     return placed(SEVEN_BYTES, start("bfloat16"), "both")
 
 
-def test_codes_come_whole_on_tpu(monkeypatch):
+@pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_codes_come_whole_on_tpu(monkeypatch, runs):
     """Three stacks, unless its compiler takes layers of them. The numbers are equal."""
     params, state = seven_bytes()
     codes = state.residual["blocks"]["w"], state.inner_state.inner_state[0].mu
@@ -369,6 +379,8 @@ def test_codes_come_whole_on_tpu(monkeypatch):
         step = gx.minimize(loss_fn, SEVEN_BYTES, layers=["blocks"], donate=False)
         jaxpr = step.trace(params, state, batch(0)).jaxpr.jaxpr
         codes = ["scan" in inside for x, inside in moved(jaxpr) if x.dtype == "int8"]
+        if not runs:
+            return sum(codes), codes.count(False), ()
         first = step(params, state, batch(0))[:2]
         return sum(codes), codes.count(False), step(*first, batch(1))
 

@@ -321,6 +321,7 @@ def test_a_part_without_a_gradient_stays():
     np.testing.assert_array_equal(new["table"].values, params["table"].values)
 
 
+@pytest.mark.slow
 def test_compensation_reads_the_part_that_the_worker_had():
     tx = gx.compensate_delay(variance_control=0.5)
     today = model(jnp.asarray(TABLE) + 1)

@@ -341,6 +341,7 @@ def test_a_state_with_blocks_along_another_axis_goes_on():
     jax.tree.map(np.testing.assert_array_equal, after, other)
 
 
+@pytest.mark.slow
 def test_random_rounding_is_right_on_average_and_the_same_for_a_seed():
     tx = gx.round_stochastically(7)
     for dtype in (jnp.bfloat16, jnp.float16):
@@ -886,6 +887,7 @@ def draws():
     return np.asarray(updates)
 
 
+@pytest.mark.slow
 def test_rounding_gives_torchaos_two_neighbours(draws):
     for key, extreme in (("low", draws.min(0)), ("high", draws.max(0))):
         np.testing.assert_array_equal(
@@ -894,6 +896,7 @@ def test_rounding_gives_torchaos_two_neighbours(draws):
     assert ((draws == draws.min(0)) | (draws == draws.max(0))).all()
 
 
+@pytest.mark.slow
 def test_rounding_has_torchaos_probabilities(draws):
     case = "torchao:stochastic-rounding"
     numbers, low, high = (
@@ -907,6 +910,7 @@ def test_rounding_has_torchaos_probabilities(draws):
         assert 0.7 < np.sqrt(np.mean(z**2)) < 1.3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "bits", "residual_dtype"),
     [("bfloat16", 24, "int8"), ("float16", 24, "int8"), ("bfloat16", 32, "int16")],
@@ -924,6 +928,7 @@ def test_numbers_are_split_as_by_flashoptim(dtype, bits, residual_dtype):
         np.testing.assert_array_equal(state.residual, array(case, "residual"))
 
 
+@pytest.mark.slow
 def test_steps_in_24_bits_are_as_near_to_float32_as_flashoptims():
     """Only the first step is rounded to the nearest, as theirs all are."""
     case = "flashoptim:adamw-24-bits"
@@ -960,6 +965,7 @@ def lost_share(case, read):
 
 
 # Theirs spend the codes otherwise: ours give more of them to small numbers.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "block_size", "factor"),
     [
@@ -1022,6 +1028,7 @@ IN_7_BYTES = gx.master_weights(gx.low_bit_state(THEIR_ADAMW), residual_dtype="in
 
 
 # The noise of the 4,096 gradients averages out, and so does that of the rounding.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tx", "dtype", "rtol"),
     [

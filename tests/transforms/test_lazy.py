@@ -338,6 +338,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INSIDE)
 def test_wrappers_may_be_inside(name):
     check_steps(INSIDE[name], **({"local_step": 1} if name == "gate" else {}))
@@ -352,6 +353,7 @@ def ends(tx, given, apply=gx.apply_gradients, **extra):
     return params, state
 
 
+@pytest.mark.slow
 def test_a_clip_before_it_takes_the_norm_of_the_summed_rows():
     clip = gx.clip_by_global_norm(0.5)
     both = optax.chain(clip, gx.lazy(optax.adam(0.1)))

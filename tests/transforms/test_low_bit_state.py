@@ -334,6 +334,7 @@ def test_a_step_takes_many_layers_one_after_the_other(layers):
         np.testing.assert_allclose(x, y, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "dtype"),
     [
