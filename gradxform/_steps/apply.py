@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast, overload
@@ -316,13 +317,16 @@ def training_step(
         stacked = layered.paths_of(layers, params)
         of_loss, extra = keywords.routed(words, takes, named)
 
-        def loss(learning: optax.Params) -> Any:  # As `loss_fn`.
+        def loss(learning: optax.Params, words: dict[str, Any] = of_loss) -> Any:
             merged = maps.map_leaves(
                 lambda p, frozen: host.to_device(frozen) if p is None else p,
                 learning,
                 params,
             )
-            return loss_fn(merged, *batch, **of_loss)
+            return loss_fn(merged, *batch, **words)  # Its results.
+
+        on_device = functools.partial(loss, host.to_device(learning))
+        keywords.check_loss_reads(on_device, of_loss, takes, named)
 
         if stacked:
             _check_by_layers(tx, learning, state, params, extra, takes)

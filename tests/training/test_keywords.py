@@ -412,6 +412,31 @@ def test_a_keyword_that_nobody_reads_is_an_error(make, word, value, meant):
         stepped(step, SGD, x, **{word: value})
 
 
+def test_a_loss_with_any_keyword_must_not_drop_a_slip():
+    """A word that looks like one is taken if the loss reads it."""
+    tx = gx.accumulate(SGD, 2)
+
+    def drops(params, x, **_):
+        return jnp.mean(x @ params["w"])
+
+    def reads(params, x, *, train=False, **words):
+        assert train
+        return words["weigth"] * jnp.mean(x @ params["w"])
+
+    step = gx.minimize(drops, tx, donate=False)
+    steps = gx.local_steps(drops, tx, donate=False)
+    message = r"reads the keyword 'weigth'.*Did you mean 'weight'\?"
+    with pytest.raises(TypeError, match=message):
+        stepped(step, tx, X, weigth=2.0)
+    with pytest.raises(TypeError, match=message):
+        stepped(steps, tx, X[None], weigth=np.ones(1))
+    # It may drop any other one, as of a batch with many names.
+    assert np.isfinite(stepped(step, tx, X, labels=MASK, name="train")[2])
+    step = gx.minimize(reads, tx, donate=False)
+    loss = stepped(step, tx, X, weigth=2.0, train=True)[2]
+    np.testing.assert_allclose(loss, 2 * (X @ W).mean(), rtol=1e-5)
+
+
 AROUND = {
     "itself": lambda tx: tx,
     "chain": lambda tx: optax.chain(optax.identity(), tx),
