@@ -10,6 +10,10 @@ program that needs more than the chip has, and says how much it needs. 8 bits on
 host need a flag of libtpu that makes other trainings larger on a v6e. So name such a
 training alone: ``--only "8 bits of state, layers, all of it on the host"``.
 
+First it prints what will fit by arithmetic (``benchmarks.fits``), and what each
+training keeps of a model with ``--layers``. ``--plan`` prints that alone, for the
+machine at hand: nothing is compiled, and nothing runs.
+
 ``--run NAME --layers N`` trains such a model on the device that is there, and prints
 what was measured: the losses, the median time of a step, the device's own peak, and
 tokens a second. ``--compiler-options xla_gpu_enable_latency_hiding_scheduler=true``
@@ -391,11 +395,12 @@ def run(training, layers, sequences, steps, options):
 
 
 def main():
-    """Prints the table of a machine, draws one, trains a model, or checks a device."""
+    """Prints the tables of a machine, draws one, trains a model, or checks a device."""
     parser = arguments(__doc__)
     parser.add_argument("--machine", default="v5e", choices=MACHINES)
     parser.add_argument("--run", choices=TRAININGS)
     parser.add_argument("--check", action="store_true")
+    parser.add_argument("--plan", action="store_true")
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--steps", type=int, default=5)
@@ -414,9 +419,16 @@ def main():
     names = [options.run] if options.run else options.only
     if small_tiles := all(TRAININGS[name].small_tiles for name in names):
         set_small_tiles()
-    if options.check:
-        from benchmarks import host_check
+    from benchmarks import fits, host_check
 
+    at_hand = options.plan or options.run or options.check
+    if not at_hand:
+        jax.config.update("jax_platforms", "cpu")  # The chip is only described.
+    machine = fits.here() if at_hand else MACHINES[options.machine]
+    fits.plan(machine, options.layers, options.sequences if at_hand else 1)
+    if options.plan:
+        return
+    if options.check:
         names = [name for name in names if TRAININGS[name].on_host]
         rows = [
             {"name": name}
@@ -438,7 +450,6 @@ def main():
         )
         report(options.run, [measured], options.json)
         return
-    machine = MACHINES[options.machine]
     path, rows = options.json, []
     if path and path.exists():
         rows = json.loads(path.read_text())["rows"]

@@ -24,6 +24,8 @@ from importlib.util import find_spec
 import jax
 import ziamath
 from docutils import nodes
+from sphinx import addnodes
+from sphinx.transforms import SphinxTransform
 from sphinx.util.inspect import TypeAliasForwardRef
 
 import gradxform
@@ -48,6 +50,7 @@ extensions = [
 exclude_patterns = ["_build", "**/.ipynb_checkpoints"]
 html_theme = "furo"
 html_static_path = ["_static"]
+html_search_scorer = str(HERE / "scorer.js")
 html_css_files = ["site.css"]
 html_favicon = "_static/favicon.svg"
 html_baseurl = os.environ.get("READTHEDOCS_CANONICAL_URL", "")
@@ -128,6 +131,8 @@ PICTURE = re.compile(
 )
 
 
+WORDS = re.compile(r"<!-- search: (.*) -->")
+ON_GITHUB = re.compile(r"\A> On GitHub.*\n+")
 SIGN = re.compile(r"(?<=\w)[(/](?=[\w\[{&])|(?<=[A-Za-z]{4})\.(?=[A-Za-z])")
 NOTEBOOK = re.compile(r"^## \[.*\]\(notebooks/(.*)\.ipynb\)$", re.M)
 COLAB = REPOSITORY.replace("github.com", "colab.research.google.com/github")
@@ -164,12 +169,14 @@ def list_group(heading):
 def read_page(app, *names_and_source):
     """Takes away what the tests need and a reader does not.
 
-    Links name texts and notebooks where they lie, and the site has pages of its own for
-    them. The empty line at the end of a doctest says that nothing is printed. A picture
-    with a twin for dark pages follows the theme of the site, which a reader may switch.
-    The list of notebooks gets their pictures, and the pages of the API get their names.
+    A first line is for who reads the file on GitHub. Links name texts and notebooks
+    where they lie, and the site has pages of its own for them. The empty line at the
+    end of a doctest says that nothing is printed. A picture with a twin for dark pages
+    follows the theme of the site, which a reader may switch. The list of notebooks gets
+    their pictures, and the pages of the API get their names.
     """
     page, source = names_and_source[0], names_and_source[-1]
+    source[0] = ON_GITHUB.sub("", source[0])
     source[0] = PICTURE.sub(r"![\2](\3){.only-light} ![\2](\1){.only-dark}", source[0])
     text = re.sub(r"\]\(\.\./((?:\.\./)*notebooks/)", r"](\1", source[0])
     up = "" if len(names_and_source) == 3 else "../"  # Texts are included in docs/.
@@ -186,6 +193,26 @@ def read_page(app, *names_and_source):
         names = "".join(names_on(text))
         text = text.replace("```{eval-rst}", f"{names}\n```{{eval-rst}}", 1)
     source[0] = text
+
+
+class IndexWords(SphinxTransform):
+    """Makes entries of the index from a comment with words that users type.
+
+    The search puts a section first for a word that is a main entry of the index.
+    """
+
+    default_priority = 840  # Just before Sphinx collects the entries.
+
+    def apply(self, **_):
+        """Replaces each such comment of a page."""
+        for comment in [*self.document.findall(nodes.raw)]:
+            if found := WORDS.fullmatch(comment.astext().strip()):
+                (section,) = comment.parent["ids"][:1]
+                entries = [
+                    ("single", word, section, "main", None)
+                    for word in found[1].split(", ")
+                ]
+                comment.replace_self(addnodes.index(entries=entries))
 
 
 def show_math(self, node):
@@ -247,6 +274,7 @@ def copy_notebooks(source, target):
 
 def setup(app):
     """Connects these to Sphinx."""
+    app.add_transform(IndexWords)
     app.add_html_math_renderer("paths", (show_math, None), (show_math, None))
     app.connect("missing-reference", resolve)
     app.connect("source-read", read_page)

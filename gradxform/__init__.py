@@ -36,24 +36,29 @@ gradients to it. :mod:`gradxform.engines` runs such workers. Methods of single p
 are in :mod:`gradxform.contrib`: their arguments may still change.
 """
 
-import importlib as _importlib
 import sys as _sys
-import typing as _typing
 
 __version__ = "0.1.0"
 
 # Python imports this package before it runs ``python -m gradxform``. JAX takes seconds
-# to import, so the command line answers first.
+# to import, so the command line answers first, and Ctrl-C is heard before that.
 if _sys.argv[:1] == ["-m"] and _sys.orig_argv[-len(_sys.argv)] in (
     "gradxform",
     "-mgradxform",
 ):
+    from gradxform._demo import ctrl_c as _ctrl_c
+
+    _ctrl_c.hear()
     from gradxform._demo import command_line as _command_line
 
     _command_line.begin()
 
+import importlib as _importlib
+import typing as _typing
+
 from gradxform._config.config import from_config as from_config
 from gradxform._config.config import get_config as get_config
+from gradxform._devices.abstract_state import abstract_state as abstract_state
 from gradxform._devices.host import on_host as on_host
 from gradxform._gates.accumulate import accumulate as accumulate
 from gradxform._gates.accumulator import (
@@ -81,7 +86,6 @@ from gradxform._rows.lazy import lazy as lazy
 from gradxform._rows.lookup import lookup as lookup
 from gradxform._rows.lookup import value_and_grad as value_and_grad
 from gradxform._rows.table_rows import TableRows as TableRows
-from gradxform._steps.abstract_state import abstract_state as abstract_state
 from gradxform._steps.apply import apply_gradients as apply_gradients
 from gradxform._steps.apply import minimize as minimize
 from gradxform._steps.local_steps import local_steps as local_steps

@@ -24,8 +24,8 @@ import optax
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._demo import report
-from gradxform._demo.command_line import Options, fail, interrupt, loaded, parse, say
+from gradxform._demo import ctrl_c, report
+from gradxform._demo.command_line import Options, fail, parse, say
 from gradxform._demo.digits import Digits, Gradient, Model, build_model, load_digits
 from gradxform._server.extras import require
 
@@ -123,50 +123,58 @@ def make_run(
     return getattr(engines, options.engine)(job, **more)
 
 
+def cause(error: Exception) -> str:
+    """Its text. Ray puts a traceback into that of an error from another process."""
+    return str(getattr(error, "cause", error))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs the command line, ``sys.argv`` by default."""
     options, pushes = parse(argv), list[engines.Push]()
     with contextlib.ExitStack() as stack:
         try:
-            drawing = () if options.plot is None else ("matplotlib",)
-            for package in ("flax", "rich", "sklearn", *drawing):
-                require(package, "demo")
+            for _, package, extra in options.packages():
+                require(package, extra)
             model, digits = build_model(options.seed), load_digits()
             start = time.perf_counter()
             job = make_job(options, model, digits)
-            loaded()
+            ctrl_c.loaded()
             run = stack.enter_context(make_run(options, job))
             if options.logdir is not None:
                 board = stack.enter_context(engines.TensorBoard(options.logdir, run))
         except (ImportError, OSError, ValueError) as error:
             # A package is missing, there is no cluster or no folder, or the folder
-            # holds another job. Ray puts a traceback into the text of an error from
-            # another process: print its cause.
-            fail(str(getattr(error, "cause", error)))
-        show = stack.enter_context(report.progress(options.steps))
-        for push in run.pushes:
-            pushes.append(push)
-            show(push, run.counts())
-            if options.logdir is not None:
-                board(push)
+            # holds another job.
+            fail(cause(error))
+        with report.progress(options.steps) as show:
+            for push in run.pushes:
+                pushes.append(push)
+                show(push, run.counts())
+                if options.logdir is not None:
+                    board(push)
         seconds = time.perf_counter() - start
         params, state = run.server.state().values()
 
-    labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
-    text = report.make_report(options, run, pushes, state, seconds)
-    if not pushes:
-        before = f"all {options.steps} pushes were made before"
-        text += f"nothing is left to do: {before}; try more --steps\n"
-    text += f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
-    try:
-        say(text)
-    finally:  # Also if the reader of the results has gone.
-        if options.plot is not None and pushes:
-            report.save_plot(options.plot, report.title_of(options), pushes)
+        labels = np.argmax(model.logits(params, digits.test_images), axis=-1)
+        text = report.make_report(options, run, pushes, state, seconds)
+        if not pushes:
+            before = f"all {options.steps} pushes were made before"
+            text += f"nothing is left to do: {before}; try more --steps\n"
+        text += f"test accuracy {np.mean(labels == digits.test_labels):.3f}\n"
+        try:
+            say(text)
+        finally:  # Also if the reader of the results has gone.
+            if options.plot is not None and pushes:
+                report.save_plot(options.plot, report.title_of(options), pushes)
+        try:
+            stack.close()
+        except (OSError, ValueError) as error:  # Of orbax, if the disk is full.
+            fail(f"argument --checkpoint: the end was not saved: {cause(error)}")
 
 
 if __name__ == "__main__":
+    report.quiet_orbax()
     try:
         main()
     except KeyboardInterrupt:
-        interrupt()
+        ctrl_c.interrupt()

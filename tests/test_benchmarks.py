@@ -1,10 +1,13 @@
 """The benchmarks run and count right. These tests do not judge what they measure."""
 
+import contextlib
 import functools
 import importlib.util
 import json
 import math
+import pathlib
 import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +17,16 @@ import pytest
 
 import gradxform as gx
 from benchmarks import compile as compile_benchmark
-from benchmarks import compilers, host_check, largest, measure, models, schedule, step
+from benchmarks import (
+    compilers,
+    fits,
+    host_check,
+    largest,
+    measure,
+    models,
+    schedule,
+    step,
+)
 from benchmarks.__main__ import main, programs
 from benchmarks.models import small_leaves, tree
 from gradxform._devices import host
@@ -112,6 +124,43 @@ def test_the_search_ends_at_the_largest_that_fits(memory, first):
     assert len(asked) - 399 <= 8  # Each costs a minute.
 
 
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("machine", ["v5e", "v5e-4", "v6e", "h100"])
+def test_a_plan_keeps_nearly_what_the_compiler_counted(machine):
+    """The compiler counted in whole programs, so it found some more."""
+    results = pathlib.Path(largest.__file__).with_name("results")
+    counted = (results / f"largest_{machine}.json").read_text()
+    for line in json.loads(counted)["rows"]:
+        training = largest.TRAININGS[line["name"]]
+        kept = fits.kept(training, line["layers"], sequences=1)
+        assert abs(kept.host / 2**30 - line["host GiB"]) < 0.01
+        chip = kept.chip / 2**30
+        assert chip < line["chip GiB"] < max(chip + 2, 1.14 * chip), line["name"]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("command", [["--plan"], ["--run", "layers"], ["--check"]])
+def test_a_plan_comes_before_anything_runs(command, monkeypatch, capsys):
+    monkeypatch.setattr(largest, "MODEL", {"width": 128, "vocabulary": 128})
+    machine = largest.Machine("a machine", "gpu", 0.003, 1.0, 0.02)
+    monkeypatch.setattr(fits, "here", lambda: machine)
+    started = mock.Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(largest, "run", started)
+    monkeypatch.setattr("benchmarks.host_check.check", started)
+    monkeypatch.setattr(sys, "argv", ["largest", "--layers", "2", *command])
+    with contextlib.suppress(KeyboardInterrupt):
+        largest.main()
+    assert started.called == (command != ["--plan"])
+    title, _, *rows = capsys.readouterr().out.strip().splitlines()
+    assert title == "by arithmetic: a machine; 8 sequences of 1,024 tokens"
+    for row, name in zip(rows, largest.TRAININGS, strict=True):
+        assert row.startswith(name)
+    # 2 layers of 196,864 parameters, and 16,512 of the rest: 16 bytes for each and the
+    # inputs of two layers, 8 MiB, are more than the 3.1 MiB of the chip.
+    assert "too large" in rows[0]
+    assert "none" in rows[0]
+
+
 def wrong_layer(read):
     """Reads each layer of an array on the host from the next layer's place."""
 
@@ -137,9 +186,9 @@ def test_a_check_finds_a_layer_from_a_wrong_place(monkeypatch, is_wrong, capsys)
         largest.main()
     assert ended.value.code == is_wrong
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith(name)
-    assert lines[2].split()[-1] == ("WRONG" if is_wrong else "right")
-    assert ("are equal" in lines[2]) == (not is_wrong)
+    assert lines[-2].startswith(name)
+    assert lines[-2].split()[-1] == ("WRONG" if is_wrong else "right")
+    assert ("are equal" in lines[-2]) == (not is_wrong)
 
 
 def test_a_check_says_where_a_layer_differs():

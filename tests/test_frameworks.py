@@ -192,6 +192,85 @@ def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
 
 
 @pytest.mark.slow
+@dataclasses.dataclass
+class NamedArray:
+    """As haliax's: an array with names of its axes, which are static."""
+
+    array: object
+    axes: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+
+jax.tree_util.register_dataclass(
+    NamedArray, data_fields=["array"], meta_fields=["axes"]
+)
+BOXES = {
+    "nnx": nnx.Param,
+    "linen": lambda x: linen.Partitioned(x, ("x",) * np.ndim(x)),
+    "haliax": lambda x: NamedArray(x, ("x",) * np.ndim(x)),
+}
+PREFIXES = {  # A transformation, and what stands in its prefix.
+    "mask": (
+        lambda axes: gx.novograd(0.1, weight_decay=0.1, mask=axes),
+        lambda x: x.ndim > 1,
+    ),
+    "stacked_axes": (
+        lambda axes: gx.novograd(0.1, stacked_axes=axes),
+        lambda x: x.ndim - 1,
+    ),
+    "measure_norms": (
+        lambda axes: optax.chain(gx.measure_norms(stacked_axes=axes), optax.sgd(0.1)),
+        lambda x: x.ndim - 1,
+    ),
+    "num_steps": (lambda delays: gx.delayed(optax.sgd(0.1), delays), lambda x: x.ndim),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("box", BOXES)
+@pytest.mark.parametrize("name", PREFIXES)
+def test_a_prefix_may_have_boxes_that_the_gradients_have_not(name, box):
+    """As a mask from ``nnx.State`` has, while ``nnx.Optimizer`` takes them off."""
+    make, value = PREFIXES[name]
+    params = {"w": jnp.ones((3, 2)), "part": [jnp.ones(2)]}
+    values = jax.tree.map(value, params)
+    boxed = jax.tree.map(
+        lambda x, v: jax.tree.map(lambda _: v, BOXES[box](x)), params, values
+    )
+    got, wanted = (make(prefix) for prefix in (boxed, values))
+    state = got.init(params), wanted.init(params)
+    for _ in range(3):
+        results = [
+            gx.apply_gradients(tx, params, s, params)
+            for tx, s in zip((got, wanted), state, strict=True)
+        ]
+        state = [s for _, s in results]
+        chex.assert_trees_all_equal(*results)
+    assert not np.array_equal(results[0][0]["w"], params["w"])
+
+
+def test_what_learns_may_have_boxes():
+    params = nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Param)
+    learns = jax.tree.map(lambda x: x.ndim > 1, params)
+    pure = nnx.to_pure_dict(params)
+    tx = optax.sgd(0.1)
+    step = gx.minimize(
+        lambda p: jnp.sum(p["kernel"]) + jnp.sum(p["bias"]), tx, trainable=learns
+    )
+    new, _, _ = step(jax.tree.map(jnp.copy, pure), tx.init(pure))
+    np.testing.assert_allclose(new["kernel"], pure["kernel"] - 0.1, rtol=1e-6)
+    np.testing.assert_array_equal(new["bias"], pure["bias"])
+
+
+def test_two_values_of_a_prefix_for_one_leaf_are_refused():
+    params = {"w": jnp.ones((3, 2)), "b": jnp.ones(2)}
+    pair = optax.TraceState((True, False))
+    for wrong in ({"w": {"x": True}, "b": True}, {"w": pair, "b": True}):
+        tx = gx.novograd(0.1, weight_decay=0.1, mask=wrong)
+        state = tx.init(params)
+        with pytest.raises(TypeError, match=r"mask has no value for params at \['w'\]"):
+            tx.update(params, state, params)
+
+
 def test_nnx_forwards_extra_arguments():
     model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, late(), wrt=nnx.Param)

@@ -515,6 +515,13 @@ def test_before_jax_is_there_it_says_so_and_hears_ctrl_c(
         check_one_line(done, ["--step"])
 
 
+@pytest.mark.parametrize("module", ["argparse", "dataclasses", "inspect"])
+def test_ctrl_c_is_heard_before_the_options_are_read(module, tmp_path):
+    """What its first module imports is imported before this, in a hundredth second."""
+    done = begun(tmp_path, CTRL_C, *GRADXFORM, module=module)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", INTERRUPTED)
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -608,7 +615,10 @@ def test_help_explains_every_option(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--step", "3"], ["--step", "3"]),  # No abbreviations: they would not last.
+        # No abbreviations: they would not last.
+        (["--step", "3"], ["--step 3", "did you mean --steps?"]),
+        (["--optimiser=adagrad"], ["adagrad; did you mean --optimizer?"]),
+        (["--checkpoint-dir", "x"], ["did you mean --checkpoint?"]),
         (["--mode", "late"], ["--mode", "async", "backup", "sync", "'late'"]),
         (["--engine", "dask"], ["--engine", "threads", "ray", "simulated", "'dask'"]),
         (["--mode", "backup", "--backups", "4"], ["--backups", "--workers", "4"]),
@@ -623,9 +633,10 @@ def test_help_explains_every_option(monkeypatch):
         (["--seed", "-1"], ["--seed", "[0, 2147483647]", "'-1'"]),
         (["--seed"], ["--seed", "expected one argument"]),
         (["two\nlines"], ["two lines"]),
-        (["--checkpoint", __file__], [__file__]),
-        (["--checkpoint", f"{__file__}/in"], ["Not a directory", __file__]),
-        (["--logdir", __file__], [__file__]),
+        (["--checkpoint", __file__], ["--checkpoint", f"{__file__}' is not a folder"]),
+        (["--checkpoint", f"{__file__}/in"], ["--checkpoint", "is not a folder"]),
+        (["--logdir", __file__], ["--logdir", f"{__file__}' is not a folder"]),
+        (["--logdir", ""], ["--logdir", "must be a path", "''"]),
         (["--checkpoint-every", "-1"], ["--checkpoint-every", "[0, inf]", "'-1'"]),
         (["--address", "auto"], ["--address: needs --engine ray"]),
         (["--server-processes", "2"], ["--server-processes", "--engine ray"]),
@@ -636,7 +647,7 @@ def test_help_explains_every_option(monkeypatch):
             ["--mode", "sync", "--max-staleness", "4"],  # The default, but it is given.
             ["--max-staleness: needs --mode async"],
         ),
-        (["--checkpoint", ""], ["checkpoint must be a path", "''"]),
+        (["--checkpoint", ""], ["--checkpoint", "must be a path", "''"]),
         (["--plot", "plot.jpg"], ["--plot", ".png, .pdf, .svg", "'plot.jpg'"]),
         (["--plot", "no/folder/x.png"], ["--plot", "'no/folder/x.png' cannot be"]),
         (["--plot", "/.png/x.PDF"], ["--plot", "cannot be written"]),
@@ -644,6 +655,42 @@ def test_help_explains_every_option(monkeypatch):
 )
 def test_a_bad_option_gets_one_line(options, words):
     check_one_line(call(*options), words)
+
+
+@pytest.mark.parametrize("option", ["checkpoint", "logdir"])
+def test_a_folder_that_nobody_may_write_is_refused_at_once(
+    option, tmp_path, monkeypatch
+):
+    def access(path, mode):  # Root may write everywhere.
+        return pathlib.Path(path) != tmp_path
+
+    monkeypatch.setattr(os, "access", access)
+    monkeypatch.setattr(job, "build_model", mock.Mock(side_effect=AssertionError))
+    for folder in (tmp_path, tmp_path / "new" / "run"):
+        done = call(f"--{option}", str(folder))
+        check_one_line(done, [f"argument --{option}:", "cannot be written"])
+    # Only the cluster knows its folders.
+    elsewhere = ["--engine", "ray", "--address", "10.0.0.1:6379"]
+    if option == "checkpoint":
+        job.parse([f"--{option}", str(tmp_path), *elsewhere])
+
+
+@pytest.mark.slow
+def test_a_full_disk_costs_no_results_and_few_lines(tmp_path):
+    """A limit for the size of files stands for the disk."""
+    limits = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (20_000, 20_000)); "
+    limits += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
+    (tmp_path / "sitecustomize.py").write_text(limits)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    options = [*SHORT, "--checkpoint", str(tmp_path / "run")]
+    cache = {"JAX_COMPILATION_CACHE_DIR": ""}
+    done = run(*options, "--checkpoint-every", "1", PYTHONPATH=path, **cache)
+    assert done.returncode == 2
+    assert done.stdout.splitlines()[-1].startswith("test accuracy 0.")
+    *before, last = unexpected(done.stderr)
+    assert all("no checkpoint was written" in line for line in before)
+    assert last.startswith("python -m gradxform: error: argument --checkpoint: the end")
+    assert "File too large" in last
 
 
 @pytest.mark.slow
@@ -749,14 +796,22 @@ def lose(package, folder):
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_missing_package_gets_one_line(package, tmp_path, monkeypatch):
+    """At once if it is not there, and later if its import fails."""
+    option, *_ = asking = ASKING.get(package, [""])
+    extra = f"python -m pip install 'gradxform[{PACKAGES[package]}]'"
+    with monkeypatch.context() as missing:
+        missing.setitem(sys.modules, package, None)
+        missing.setattr(job, "build_model", mock.Mock(side_effect=AssertionError))
+        done = call(*filter(None, asking))
+        check_one_line(done, [f"'{package}'", extra, option and f"argument {option}:"])
     lose(package, tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, package, raising=False)
-    done = call(*ASKING.get(package, []))
-    extra = f"python -m pip install 'gradxform[{PACKAGES[package]}]'"
-    check_one_line(done, [f"'{package}'", extra])
+    check_one_line(call(*filter(None, asking)), [f"'{package}'", extra])
 
 
-def test_without_orbax_a_checkpoint_gets_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
-    check_one_line(call("--checkpoint", "here"), ["'gradxform[checkpoint]'"])
+@pytest.mark.parametrize("package", ["orbax", "orbax.checkpoint"])
+def test_without_orbax_a_checkpoint_gets_one_line(package, monkeypatch):
+    monkeypatch.setitem(sys.modules, package, None)
+    words = ["argument --checkpoint:", "'gradxform[checkpoint]'"]
+    check_one_line(call("--checkpoint", "here"), words)

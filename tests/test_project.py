@@ -68,6 +68,17 @@ def test_one_file_defines_the_address_and_all_others_repeat_it():
         assert (name, ADDRESS.removeprefix("https://")) in found
     wrong = {(name, link) for name, link in found if link not in ADDRESS}
     assert not wrong, wrong
+    site = re.compile(r"https://[\w.-]+\.github\.io/gradxform/")
+    addresses = {link for _, text in texts() for link in site.findall(text)}
+    assert addresses == {PROJECT["urls"]["Documentation"]}
+
+
+def test_a_person_turns_the_publishing_of_the_site_on():
+    job = read(".github/workflows/site.yml")["jobs"]["publish"]
+    (name, value) = re.fullmatch(r"vars\.(\w+) == '(\w+)'", job["if"]).groups()
+    assert f"variable `{name}` with the value `{value}`" in " ".join(
+        read_text("CONTRIBUTING.md").split()
+    )
 
 
 def test_pre_commit_has_the_versions_of_the_project():
@@ -128,7 +139,7 @@ def test_a_release_stops_until_a_person_has_done_the_list(tmp_path):
     (program,) = re.findall(
         r"(?s)<<'PYTHON'\n(.*?)\nPYTHON\n", read_text(".ci/release")
     )
-    (command,) = re.findall(r"(?m)^ +(git grep -lz .*)$", said)
+    (command,) = re.findall(r"(?m)^ +(git grep -lzE .*)$", said)
     (line,) = re.findall(r"`(maintainers = .*?)`", said)
     title = f"## [{gx.__version__}] - "
 

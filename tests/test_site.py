@@ -11,6 +11,8 @@ import tomllib
 
 import pytest
 
+from tests import site_search
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs"
 PAGES = sorted(
@@ -90,6 +92,31 @@ def test_every_block_of_code_is_run(path):
             assert {*code.splitlines()} <= lines
         elif language:
             assert language.startswith("{")
+
+
+def test_a_word_for_the_search_leads_to_one_page():
+    said = re.compile(r"^<!-- search: (.*) -->$", re.M)
+    texts = {path: " , ".join(said.findall(path.read_text())) for path in PAGES}
+    words = [word.strip() for text in texts.values() for word in text.split(",")]
+    words = [word for word in words if word]
+    assert len(words) == len({*words})
+    assert all(word == word.lower() for word in words)  # As Sphinx compares them.
+    pages = {str(path.relative_to(SITE).with_suffix("")) for path in PAGES}
+    assert {*site_search.QUESTIONS.values()} <= pages
+
+
+SITE_OF = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]
+DIRECTIVES = [
+    path for path in PAGES if re.search(r"\{(eval-rst|include)\}", path.read_text())
+]
+
+
+@pytest.mark.parametrize("path", [*DIRECTIVES, SITE / "api/index.md"], ids=str)
+def test_a_file_of_directives_says_on_github_where_to_read_it(path):
+    first = path.read_text().splitlines()[0]
+    page = path.relative_to(SITE).with_suffix(".html")
+    assert first.startswith("> On GitHub")
+    assert f"]({SITE_OF['Documentation']}{page})" in first
 
 
 PICTURED = [

@@ -8,11 +8,12 @@ import re
 import pytest
 
 import gradxform as gx
+from gradxform._jax import programs
 
 PACKAGE = pathlib.Path(gx.__file__).parent
 
 DOCS = PACKAGE.parent / "docs"
-PAGE = DOCS / "design.md"
+PAGE, EVALUATOR = DOCS / "design.md", DOCS / "evaluator.md"
 # The pages for those who change the package, and a number of paths on each.
 NAMING_PATHS = {"design": 20, "adding": 30, "evaluator": 15, "serving": 10}
 NAME = re.compile(r"`(\w+)/?`")
@@ -121,3 +122,11 @@ def test_each_member_on_a_page_exists(page):
         or not re.search(rf"^    (def )?{member}\b", source, re.M)
     ]
     assert missing == []
+
+
+def test_the_page_has_each_operation_that_runs_programs_inside():
+    rows = re.findall(
+        r"^\| (`\w+`(?:, `\w+`)*) \|", EVALUATOR.read_text(), re.MULTILINE
+    )
+    named = [name for row in rows for name in NAME.findall(row)]
+    assert sorted(named) == sorted(programs.OPERATIONS)

@@ -65,7 +65,7 @@ def divided(
     """
     statics: list[_Static] = []
     arrays: dict[str, Any] = {}
-    for name, value in keywords.items():
+    for name, value in sorted(keywords.items()):
         leaves, structure = jax.tree.flatten(value)
         static = {
             i: x
@@ -226,7 +226,7 @@ def _leaves(x: Any) -> list[Any]:
 
 def _is_number(x: Any) -> bool:
     """Whether an array was a number of Python."""
-    return not np.shape(x) and bool(getattr(jax.typeof(x), "weak_type", False))
+    return not np.shape(x) and bool(getattr(x, "weak_type", False))
 
 
 def named_by(tx: optax.GradientTransformation, state: optax.OptState) -> frozenset[str]:
@@ -281,11 +281,17 @@ def check_read(
     lost = [*unknown]
     if others := words_of(tx).others:
         known = named | (loss.names if loss else frozenset())
-        lost = _unread(lambda words: update({**extra, **words}), unknown)
+        slips = [k for k in unknown if slip(k, known)]
+        try:
+            lost = _unread(lambda words: update({**extra, **words}), unknown)
+        except TypeError:  # A gate misses the word that is meant.
+            if not slips:
+                raise
+            lost = slips
         for k, x in unknown.items():
             # Nobody can see who reads what is no array. To a step it is new.
             is_static = not any(map(_is_traced, _leaves(x)))
-            if is_static and (slip(k, known) or (loss and _leaves(x))):
+            if is_static and (k in slips or (loss and _leaves(x))):
                 lost.append(k)
     if lost:
         raise TypeError(_words_of_error(lost[0], loss, named, others=others))
@@ -347,7 +353,7 @@ def _words_of_error(
     known = (
         {*named, *CONVENTIONAL} | states.KNOWN_WORDS | (loss.names if loss else set())
     )
-    near = difflib.get_close_matches(word, sorted(known), 1)
+    near = difflib.get_close_matches(word, sorted(known - {word}), 1)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     takes = f"reads {_listed(sorted(named))}" if named else "names no keyword"
     if others:

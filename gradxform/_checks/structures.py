@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import jax
@@ -13,6 +14,7 @@ import optax
 
 from gradxform._checks import arguments
 from gradxform._trees import dtypes, maps
+from gradxform._trees.placeholders import state_for
 from gradxform._trees.types import Gradient, Leaf, Path, Prefix, PyTree, SparseLeaf, T
 
 
@@ -345,6 +347,34 @@ def check_own_shapes(state: optax.OptState, expected: optax.OptState) -> None:
     for path, x in jax.tree.leaves_with_path(state):
         if path in wanted and np.shape(x) != np.shape(wanted[path]):
             raise _not_own(path, describe(x), describe(wanted[path]))
+
+
+def check_own(
+    state: optax.OptState, init: optax.TransformInitFn, params: optax.Params | None
+) -> None:
+    """Raises ``TypeError`` if ``init`` makes a state of other nodes or shapes."""
+    expected = None if params is None else state_for(init, maps.described(params))
+    if expected is not None:
+        check_own_state(state, expected)
+        check_own_shapes(state, expected)
+
+
+@contextlib.contextmanager
+def own_state(
+    state: optax.OptState, init: optax.TransformInitFn, params: optax.Params | None
+) -> Iterator[None]:
+    """If a step fails, :func:`check_own` says whether the state is why."""
+    try:
+        yield
+    except Exception:
+        check_own(state, init, params)
+        raise
+
+
+def same_shapes(tree: PyTree[Leaf], other: PyTree[Leaf]) -> bool:
+    """Whether two trees have as many leaves, and these the same shapes."""
+    shapes = ([*map(np.shape, jax.tree.leaves(x))] for x in (tree, other))
+    return next(shapes) == next(shapes)
 
 
 def check_own_kind(state: optax.OptState, kind: type) -> None:

@@ -18,23 +18,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
 import os
 import re
 import shutil
-import signal
 import sys
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, NoReturn, TextIO
 
 from gradxform import __version__
+from gradxform._demo.ctrl_c import PROGRAM
+from gradxform._server.extras import check_installed
 
 OPTIMIZERS = ("novograd", "adagrad")  # Functions of gradxform.
 ENGINES = ("threads", "ray", "simulated")  # Functions of gradxform.engines.
-PROGRAM = "python -m gradxform"
 WIDTH = 80  # No row of the output is wider.
 PICTURES = (".png", ".pdf", ".svg")
 MODES = ("async", "backup", "sync")
@@ -83,31 +84,10 @@ def say(text: str, stream: TextIO | None = None) -> None:
         fail(f"the results cannot be printed: {error.strerror}")
 
 
-def interrupt(*_: object) -> NoReturn:
-    """Ends the process at once. It is a handler of SIGINT, too.
-
-    The interpreter's own end crashes while XLA is still at work.
-    """
-    os.write(sys.stderr.fileno(), f"{PROGRAM}: interrupted\n".encode())
-    os._exit(130)
-
-
 def begin() -> None:
-    """Checks the command line and prints a first line, before anything is loaded.
-
-    Until :func:`loaded`, Ctrl-C ends the process without an exception: one in the midst
-    of an import, or of JAX's callbacks, may be lost or become another one.
-    """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, interrupt)
+    """Checks the command line and prints a first line, before anything is loaded."""
     parse()
     say("loading, compiling\n", sys.stderr)
-
-
-def loaded() -> None:
-    """From now on Ctrl-C is a ``KeyboardInterrupt``, which engines clean up after."""
-    if signal.getsignal(signal.SIGINT) is interrupt:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
@@ -124,14 +104,31 @@ def _number(kind: type, low: float, high: float = MANY) -> dict[str, Any]:
     return {"type": parse, "metavar": metavar}
 
 
-def _picture(path: str) -> str:
+def _check_picture(name: str, path: str) -> None:
     """Looks before the training whether a picture can be written there."""
     if not path.lower().endswith(PICTURES):
         allowed = ", ".join(PICTURES)
-        raise argparse.ArgumentTypeError(f"must end in {allowed}, got {path!r}")
+        fail(f"argument --{name}: must end in {allowed}, got {path!r}")
     if os.path.isdir(path) or not os.access(os.path.dirname(path) or ".", os.W_OK):
-        raise argparse.ArgumentTypeError(f"{path!r} cannot be written")
-    return path
+        fail(f"argument --{name}: {path!r} cannot be written")
+
+
+def _check_folder(name: str, path: str) -> None:
+    """Looks before the training whether files can be written in a folder.
+
+    If there is none yet, the one above it is looked at. A bucket of a cloud is not.
+    """
+    if not path:
+        fail(f"argument --{name}: must be a path, got {path!r}")
+    if "://" in path:
+        return
+    there = os.path.abspath(os.path.expanduser(path))
+    while not os.path.lexists(there):
+        there = os.path.dirname(there)
+    if not os.path.isdir(there):
+        fail(f"argument --{name}: {there!r} is not a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        fail(f"argument --{name}: {path!r} cannot be written")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +182,43 @@ class Options:
     address: Annotated[str | None, {"metavar": "ADDRESS"}] = None
     server_processes: Annotated[int, _number(int, 1, 64)] = 1
     connect_timeout: Annotated[float, _number(float, 0.001, math.inf)] = 30.0
-    plot: Annotated[str | None, {"type": _picture, "metavar": "FILE"}] = None
+    plot: Annotated[str | None, {"metavar": "FILE"}] = None
 
     def settings(self) -> dict[str, Any]:
         """The options that decide what is trained, for checkpoints to remember."""
         names = ("mode", "optimizer", "workers", "seed", "backups", "max_staleness")
         return {name: getattr(self, name) for name in names}
+
+    def packages(self) -> Iterator[tuple[str, str, str]]:
+        """Packages that not every user has: the option, "" for any; its extra."""
+        yield from (("", package, "demo") for package in ("flax", "rich", "sklearn"))
+        if self.engine == "ray":
+            yield "engine", "ray", "ray"
+        if self.checkpoint is not None:
+            yield "checkpoint", "orbax.checkpoint", "checkpoint"
+        if self.logdir is not None:
+            yield "logdir", "tensorboardX", "tensorboard"
+        if self.plot is not None:
+            yield "plot", "matplotlib", "demo"
+
+
+def _check_places(options: Options) -> None:
+    """Ends with one line if a folder or a package that is asked for is not there."""
+    if options.checkpoint is not None and options.address is None:
+        _check_folder("checkpoint", options.checkpoint)  # Else it is the cluster's.
+    if options.logdir is not None:
+        _check_folder("logdir", options.logdir)
+    if options.plot is not None:
+        _check_picture("plot", options.plot)
+    for name, package, extra in options.packages():
+        try:
+            check_installed(package, extra)
+        except ImportError as error:
+            fail(f"argument --{name}: {error}" if name else f"{error}")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def parse(argv: Sequence[str] | None = None) -> Options:
@@ -211,19 +239,26 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     )
     told = {name: " ".join(text.split()) for name, text in said}
     hints = typing.get_type_hints(Options, include_extras=True)
+    names = {field.name: _option(field.name) for field in dataclasses.fields(Options)}
     for field in dataclasses.fields(Options):
         help = told[field.name]
         if field.default is not None:
             help += f" (default: {field.default})"
-        option = "--" + field.name.replace("_", "-")
-        parser.add_argument(option, help=help, **hints[field.name].__metadata__[0])
-    given = vars(parser.parse_args(argv))
+        more = hints[field.name].__metadata__[0]
+        parser.add_argument(names[field.name], help=help, **more)
+    found, unknown = parser.parse_known_args(argv)
+    if unknown:
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], names.values())
+        meant = f"; did you mean {near[0]}?" if near else ""
+        fail(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    given = vars(found)
     options = Options(**given)
     for name in given.keys() & NEEDS.keys():
         other, value = NEEDS[name]
         present = getattr(options, other)
         if present is None or value not in (present, "DIR"):
-            fail(f"argument --{name.replace('_', '-')}: needs --{other} {value}")
+            fail(f"argument {names[name]}: needs --{other} {value}")
     if options.mode == "backup" and options.backups >= options.workers:
         fail(f"argument --backups: must be below --workers, got {options.backups}")
+    _check_places(options)
     return options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,17 @@ from gradxform._demo.command_line import WIDTH, Options, fail, say
 
 REFRESHES = 8  # How often a second the bar is drawn anew.
 SECONDS = 5.0  # Between two lines where there is no terminal.
+
+
+def quiet_orbax() -> None:
+    """Leaves out what orbax prints of a checkpoint that it cannot write.
+
+    That is hundreds of lines, and threads that nobody waits for print some at the very
+    end. Orbax also raises the error, and a run says it in one line.
+    """
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    sys.unraisablehook = lambda _: None
 
 
 @contextlib.contextmanager

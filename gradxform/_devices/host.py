@@ -8,7 +8,7 @@ here changes an array that lies on the device.
 from __future__ import annotations
 
 import functools
-from typing import Any, TypeGuard
+from typing import Any, NoReturn, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +147,31 @@ def to_device(tree: PyTree[T]) -> PyTree[T]:
         return jax.device_put(x, DEVICE) if is_on_host(x) else x
 
     return jax.tree.map(bring, tree)
+
+
+def undifferentiated(x: jax.Array, name: str) -> jax.Array:
+    """``x``; if it is on the host, a derivative by it is a ``ValueError``.
+
+    A gradient by layers would be added up on the device, and JAX's error says so only
+    in its own words.
+    """
+    if not is_on_host(x):
+        return x
+
+    @jax.custom_jvp
+    def same(x: jax.Array) -> jax.Array:
+        return x
+
+    @same.defjvp
+    def derivative(*_: object) -> NoReturn:
+        raise ValueError(
+            f"evaluate computes no gradient by {name!r}, whose layers are in the "
+            "host's memory. gradxform.minimize(loss, tx, layers=...) trains such "
+            "parameters, a layer at a time. Or bring them to the device: "
+            "jax.device_put(x, jax.memory.Space.Device)."
+        )
+
+    return same(x)
 
 
 def moves_whole_on_tpu(x: jax.Array) -> bool:

@@ -21,7 +21,7 @@ class Stacked(NamedTuple):
     length: int
     axis: int
 
-    def placed(self, x: jax.Array) -> jax.Array:
+    def readable(self, x: jax.Array) -> jax.Array:
         """The array where its layers can be read: as it lies, or on the device."""
         return x if host.can_slice(x, self.axis) else host.to_device(x)
 

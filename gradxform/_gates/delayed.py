@@ -169,7 +169,7 @@ def _init(
         zero = constants.full_like(p, 0, dtype, axes=None if delay else 0)
         return constants.stacked(zero, delay) if delay else zero
 
-    delays = structures.prefix("num_steps", boxes.unboxed(num_steps), leaves)
+    delays = structures.prefix("num_steps", num_steps, leaves)
     ring = maps.map_params(zeros, leaves, delays)
     num_leaves = len(maps.leaves(leaves))
     return DelayedState(

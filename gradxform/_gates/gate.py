@@ -150,11 +150,18 @@ def step(
 
     These are its updates, or the new parameters if ``applies``; then gates within gates
     guard the whole step, too. Leaves without a gradient stay.
+
+    Raises:
+      TypeError: the state is not one that ``init`` makes of these parameters. To find
+        out, ``init`` is traced if the step fails, or gives a state of other shapes.
     """
-    if gate := gate_of(tx):
-        return _guarded(gate, updates, state, params, extra, applies=applies)
-    given, state = state, host.to_device_after(updates, tx.init, state)
-    outcome, new = missing.update(tx, updates, state, params, **extra)
+    with structures.own_state(state, tx.init, params):
+        if gate := gate_of(tx):
+            return _guarded(gate, updates, state, params, extra, applies=applies)
+        given, state = state, host.to_device_after(updates, tx.init, state)
+        outcome, new = missing.update(tx, updates, state, params, **extra)
+    if not structures.same_shapes(new, state):
+        structures.check_own(state, tx.init, params)
     if applies:
         outcome, new = apply_updates(params, outcome), _as_before(new, state)
     return outcome, host.to_memory_of(new, given)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # (name of the operation, inputs, equation) -> results, or None
-Rule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
+EquationRule: TypeAlias = Callable[[str, list[Any], "JaxprEqn"], Sequence[Any] | None]
 
 # What may be done with a leaf before something reads slices of it.
 _FOLLOWS = versions.SAME_VALUES | versions.OF_ONE_ENTRY | {Op.RESHAPE, Op.TRANSPOSE}
@@ -25,7 +25,9 @@ _FOLLOWS = versions.SAME_VALUES | versions.OF_ONE_ENTRY | {Op.RESHAPE, Op.TRANSP
 _CONSTANT = int, float, complex, np.generic, np.ndarray
 
 
-def run(jaxpr: Jaxpr, args: Sequence[Any], rule: Rule | None = None) -> list[Any]:
+def run(
+    jaxpr: Jaxpr, args: Sequence[Any], rule: EquationRule | None = None
+) -> list[Any]:
     """The results of a jaxpr.
 
     ``rule(name, inputs, eqn)`` gives those of an equation, by the name of its
@@ -91,7 +93,7 @@ def constant_off_cpu(jaxpr: Jaxpr, result: Var | Literal) -> float | None:
 
 
 def advance(
-    eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: Rule | None = None
+    eqns: Sequence[JaxprEqn], env: dict[Var, Any], rule: EquationRule | None = None
 ) -> None:
     """Adds the results of some equations to the values of variables."""
     from jax.extend.core import Literal
@@ -183,7 +185,7 @@ class LeafVariable:
     Attributes:
       index: that of the leaf.
       path: its path.
-      equations: they, one after another. Each has one operand.
+      equations: they, one after another. Each has one operand beside numbers.
     """
 
     index: int
@@ -201,15 +203,28 @@ class LeafVariable:
 
 
 def evaluated(eqns: Iterable[JaxprEqn], x: jax.Array) -> jax.Array:
-    """The result of equations of one operand, one after another."""
+    """The result of equations of one operand and numbers, one after another."""
     for eqn in eqns:
-        (x,) = versions.bind(eqn, [x])
+        (variable,) = filter(is_variable, eqn.invars)
+        (x,) = versions.bind(eqn, read({variable: x}, eqn.invars))
     return x
 
 
 def follows(eqn: JaxprEqn) -> bool:
-    """Whether each slice of the result is made of one slice of the only operand."""
-    return name_of(eqn) in _FOLLOWS
+    """Whether each slice of the result is made of one slice of the only array."""
+    if name_of(eqn) in _FOLLOWS:
+        return True
+    return name_of(eqn) in versions.ELEMENTWISE and len(_arrays(eqn)) == 1
+
+
+def operand(eqn: JaxprEqn) -> int:
+    """The position of the only array among an equation's operands."""
+    return _arrays(eqn)[0]
+
+
+def _arrays(eqn: JaxprEqn) -> list[int]:
+    """The positions of operands that are no numbers of the program."""
+    return [k for k, x in enumerate(eqn.invars) if is_variable(x)]
 
 
 def derived_from(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:

@@ -49,28 +49,30 @@ OPERATIONS: dict[str, Runs] = {
 }
 
 
-class Program(NamedTuple):
+class InnerProgram(NamedTuple):
     """A program inside of an operation."""
 
     jaxpr: Jaxpr
     consts: Sequence[Any]  # Arrays, also of NumPy.
 
-    def run(self, inputs: Sequence[Any], rule: jaxprs.Rule | None = None) -> list[Any]:
+    def run(
+        self, inputs: Sequence[Any], rule: jaxprs.EquationRule | None = None
+    ) -> list[Any]:
         """Its results, by a rule for its equations."""
         return jaxprs.run(self.jaxpr, [*self.consts, *inputs], rule)
 
 
-def program(eqn: JaxprEqn) -> Program:
+def program(eqn: JaxprEqn) -> InnerProgram:
     """The program of an operation that runs it once, on its operands."""
     found = eqn.params.get("jaxpr")
     if found is None:
         found = versions.opened(eqn)
     # That of a checkpoint has no constants.
-    return Program(getattr(found, "jaxpr", found), getattr(found, "consts", ()))
+    return InnerProgram(getattr(found, "jaxpr", found), getattr(found, "consts", ()))
 
 
 def run(
-    eqn: JaxprEqn, inputs: Sequence[Any], rule: jaxprs.Rule | None = None
+    eqn: JaxprEqn, inputs: Sequence[Any], rule: jaxprs.EquationRule | None = None
 ) -> list[Any]:
     """The results of an operation that runs its program once: the default is to go in.
 
@@ -87,7 +89,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
         return run(eqn, inputs, rule) if name == Op.JIT else None
 
-    whole = Program(closed.jaxpr, closed.consts)
+    whole = InnerProgram(closed.jaxpr, closed.consts)
     return jax.make_jaxpr(lambda *x: whole.run(x, rule))(*closed.in_avals)
 
 
@@ -107,7 +109,7 @@ def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
     return (len(jaxpr.eqns),)
 
 
-def placed(closed: ClosedJaxpr) -> ClosedJaxpr:
+def with_placements(closed: ClosedJaxpr) -> ClosedJaxpr:
     """The same, where shardings of an inner ``jit`` are equations of its program.
 
     So whoever goes in finds them there, as any other constraint of the user.

@@ -16,19 +16,19 @@ import optax
 
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
-from gradxform._layers.step_leaves import Args, ByIndex, Layer, StepLeaves
+from gradxform._layers.step_leaves import Args, Layer, StepLeaves
 from gradxform._rows import boundary
 from gradxform._rows.lookup import Offsets
 from gradxform._slices import slices
 from gradxform._slices.kinds import Whole
 from gradxform._slices.rules import shape_of
 from gradxform._slices.slices import (
+    EquationPath,
     Evaluator,
     Kind,
     Missing,
     MixedSlicesError,
     Notes,
-    Place,
     Policy,
     Slices,
     Source,
@@ -36,20 +36,20 @@ from gradxform._slices.slices import (
     WholeProgram,
 )
 from gradxform._trees import maps
-from gradxform._trees.types import Path
+from gradxform._trees.types import ByIndex, Path
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn
 
 # What a layer gives to reductions of all layers.
-LayerParts: TypeAlias = dict[Place, jax.Array]
+Contributions: TypeAlias = dict[EquationPath, jax.Array]
 # What is done with a layer: (layer, whole arrays) -> whole arrays, and what it gives
-OfLayer: TypeAlias = Callable[[Layer, ByIndex], tuple[ByIndex, LayerParts]]
+OfLayer: TypeAlias = Callable[[Layer, ByIndex], tuple[ByIndex, Contributions]]
 # A backward pass: (whole arrays of each scan, what is done with its layers)
 # -> whole arrays, gradients of other leaves, what all layers gave
 Backward: TypeAlias = Callable[
     [Sequence[ByIndex], Sequence[OfLayer]],
-    tuple[list[ByIndex], ByIndex, LayerParts],
+    tuple[list[ByIndex], ByIndex, Contributions],
 ]
 
 _LATER = (
@@ -71,7 +71,9 @@ class Update:
 
     leaves: StepLeaves
     program: WholeProgram
-    results: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    results: Mapping[EquationPath, list[jax.Array]] = dataclasses.field(
+        default_factory=dict
+    )
 
     @classmethod
     def of(
@@ -165,7 +167,7 @@ class Update:
 
     def of_layer(
         self, source: Source, layer: Layer, wholes: ByIndex
-    ) -> tuple[ByIndex, LayerParts]:
+    ) -> tuple[ByIndex, Contributions]:
         """With the layer after its step."""
         args = self.leaves.of_layer(source, layer, wholes)
         new = self.new_leaves(args, _LATER, {source: layer.i})
@@ -174,7 +176,7 @@ class Update:
 
     def run_through(
         self, backward: Backward, stacks: Sequence[ByIndex], f: Callable[..., Any]
-    ) -> tuple[list[ByIndex], ByIndex, LayerParts]:
+    ) -> tuple[list[ByIndex], ByIndex, Contributions]:
         """A backward pass that calls ``f(source, ...)`` for the layers of each scan."""
         wholes = [x | y for x, y in zip(self.leaves.wholes, stacks, strict=True)]
         sources = self.leaves.sources
@@ -201,23 +203,25 @@ class Update:
 
         Also returns the stacks, which are as before, and these results.
         """
-        equations: dict[Place, JaxprEqn] = {}
+        equations: dict[EquationPath, JaxprEqn] = {}
         indices = {n for found in stacks for n in found}
 
         def note(
             source: Source, layer: Layer, wholes: ByIndex
-        ) -> tuple[ByIndex, LayerParts]:
+        ) -> tuple[ByIndex, Contributions]:
             notes, i = Notes({}, {}), layer.i
             args = self.leaves.of_layer(source, layer, wholes)
             self.run(args, _LATER, self._evaluator({source: i}, notes))
             only_read = {n: x for n, x in wholes.items() if n in indices}
             same = self.leaves.read_on(only_read, i)
-            equations.update((place, eqn) for place, (eqn, _) in notes.parts.items())
-            parts = {place: part for place, (_, part) in notes.parts.items()}
-            return wholes | same, parts
+            equations.update(
+                (path, eqn) for path, (eqn, _) in notes.contributions.items()
+            )
+            found = {path: x for path, (_, x) in notes.contributions.items()}
+            return wholes | same, found
 
-        wholes, grads, parts = self.run_through(backward, stacks, note)
-        noted = {place: _total(equations[place], x) for place, x in parts.items()}
+        wholes, grads, found = self.run_through(backward, stacks, note)
+        noted = {path: _total(equations[path], x) for path, x in found.items()}
         notes = Notes({}, {})
         update = dataclasses.replace(self, results=noted)
         update.run(self.leaves.as_args(grads), _GONE, update._evaluator({}, notes))
@@ -226,7 +230,7 @@ class Update:
         return update, stacks, jax.tree.leaves(update.results)
 
 
-def _as_it_is(layer: Layer, wholes: ByIndex) -> tuple[ByIndex, LayerParts]:
+def _as_it_is(layer: Layer, wholes: ByIndex) -> tuple[ByIndex, Contributions]:
     """Does nothing with a layer."""
     del layer
     return wholes, {}

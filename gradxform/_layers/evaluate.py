@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
@@ -11,12 +11,13 @@ import optax
 
 from gradxform._checks import keywords, structures
 from gradxform._devices import host
-from gradxform._jax import programs, versions
-from gradxform._layers import layer_loop, tpu
+from gradxform._jax import jaxprs, programs, versions
+from gradxform._jax.versions import Op
 from gradxform._layers import layers as layered
-from gradxform._layers.forward import Forward, LayerResults, Use
-from gradxform._layers.stacks import Scan, StackVariable
-from gradxform._layers.step_leaves import ByIndex
+from gradxform._layers import tpu
+from gradxform._layers.forward import Forward, Use
+from gradxform._layers.stacks import StackVariable
+from gradxform._layers.turns import EvaluationReader
 from gradxform._trees import maps
 from gradxform._trees.types import Path, T
 
@@ -41,26 +42,34 @@ def evaluate(
     .. math:: y = f(w, args)
 
     It is the forward pass of a step by layers alone: for losses and metrics of a test
-    set, and to sample from a model. It computes no gradient and keeps no activations. A
-    ``jax.lax.scan`` of ``f`` that goes over a stack reads one layer of it at a time. So
-    parameters on the host need room for about two layers on the device.
+    set, and to sample from a model. It keeps no activations. A ``jax.lax.scan`` of
+    ``f`` that goes over a stack reads one layer of it at a time. So parameters on the
+    host need room for about two layers on the device. ``f`` may take gradients by its
+    other arguments, as ``jax.grad`` by the inputs of a model: then a layer at a time
+    comes in their backward pass, too.
 
     Any number of scans may go over a stack, also within loops, conditionals and
     ``jax.jit``, such as the loop that samples one token after another. Then each turn
-    brings all layers once. A cache with an entry for each layer is an input of such a
-    scan, and one of its results. What else reads a stack gets the whole of it.
+    brings all layers once. What else reads a stack gets the whole of it.
+
+    A cache with an entry for each layer is an input of such a scan, and one of its
+    results. If it is a leaf of ``params`` that ``layers`` names, and a loop carries it,
+    it stays where it lies, as on the host: a layer of it comes, and goes back.
 
     Args:
       f: ``f(params, *args, **kwargs)`` returns any tree of arrays.
-      layers: paths of parameters, or of trees of them, as for :func:`minimize`.
-        Parameters beside them come whole.
+      layers: paths of parameters, or of trees of them, as for :func:`minimize`. All
+        else that lies on the host comes whole, other arguments too.
 
     Returns:
-      The same function, jitted. To donate an argument, such as a cache, put ``jax.jit``
-      around it: ``jax.jit(gx.evaluate(f, layers=...), donate_argnums=1)``.
+      The same function, jitted. What is no array in a keyword, such as a flag or Flax's
+      ``mutable=["cache"]``, is static: each value has a program of its own. To donate
+      an argument, such as a cache, put ``jax.jit`` around it:
+      ``jax.jit(gx.evaluate(f, layers=...), donate_argnums=1)``.
 
     Raises:
-      ValueError: ``layers`` names no parameter, or one that no scan goes over.
+      ValueError: ``layers`` names no parameter, or one that no scan goes over; or one
+        on the host by which the result is differentiated.
       TypeError: ``layers`` is no sequence of paths; or ``f`` returns no arrays.
 
     References:
@@ -80,6 +89,7 @@ def evaluate(
 
     def evaluated(params: optax.Params, /, *args: Any, **kwargs: Any) -> R_co:
         paths = layered.paths_of(layers, params)
+        args, kwargs = host.to_device((args, kwargs))
 
         def of_params(params: optax.Params) -> R_co:
             if not paths:
@@ -94,45 +104,17 @@ def evaluate(
     return cast(Evaluated[P, R_co], keywords.Jitted(evaluated, trees=1))
 
 
-@dataclasses.dataclass
-class _Reader:
-    """Reads stacks that nothing changes.
-
-    Attributes:
-      arrays: the stacks, by their indices.
-      scanned: the indices of those that came by layers so far.
-      uses: the first operand for which a stack came whole, by its index.
-    """
-
-    arrays: ByIndex
-    scanned: set[int] = dataclasses.field(default_factory=set)
-    uses: dict[int, Use | None] = dataclasses.field(default_factory=dict)
-    is_differentiated: bool = False
-
-    def scan(
-        self, scan: Scan, inputs: list[Any], layer_results: LayerResults
-    ) -> list[jax.Array]:
-        """The results of a scan over stacks."""
-        stacks = {n: x.placed(self.arrays[n]) for n, x in scan.stacked.items()}
-        self.scanned.update(stacks)
-        results, _, _ = layer_loop.over_layers(
-            scan, inputs, stacks, layer_results, keeps_carries=False
-        )
-        return results
-
-    def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
-        """All of a variable."""
-        self.uses.setdefault(stack.index, use)
-        return stack.whole(self.arrays[stack.index])
-
-
 def _by_layers(
     f: Callable[[optax.Params], T], paths: Collection[Path], params: optax.Params
 ) -> T:
     """``f(params)``, with the layers of the stacks at these paths one by one."""
     leaves, treedef = maps.flatten(params)
     names = [path for path, _ in maps.leaves_with_path(params)]
-    stacks = {n: leaves[n] for n, name in enumerate(names) if name in paths}
+    stacks = {
+        n: host.undifferentiated(leaves[n], structures.path_str(name))
+        for n, name in enumerate(names)
+        if name in paths
+    }
     others = host.to_device([x for n, x in enumerate(leaves) if n not in stacks])
 
     def of_stacks(stacks: Mapping[int, jax.Array]) -> T:
@@ -145,15 +127,25 @@ def _by_layers(
     }
     with jax.disable_jit(False):  # Otherwise it would unroll each scan.
         closed, shapes = jax.make_jaxpr(of_stacks, return_shape=True)(types)
-    reader = _Reader(dict(stacks))
+    reader = EvaluationReader(dict(stacks), itertools.count(len(leaves)))
     variables = [StackVariable(n, structures.path_str(names[n])) for n in stacks]
-    closed = programs.placed(closed)
-    program = programs.Program(closed.jaxpr, closed.consts)
+    closed = programs.with_placements(closed)
+    program = programs.InnerProgram(closed.jaxpr, closed.consts)
     results = Forward(reader).results(program, variables)
     for x in variables:
-        if x.index not in reader.scanned:
-            raise ValueError(
-                f"{x.path!r} is one of layers, but no jax.lax.scan of f goes over its "
-                "layers. Leave it out of layers: then it comes whole."
-            )
+        if x.path not in reader.scanned:
+            raise ValueError(_unscanned(x.path, reader.uses.get(x.path)))
     return jax.tree.unflatten(jax.tree.structure(shapes), results)
+
+
+def _unscanned(path: str, use: Use | None) -> str:
+    """Why the layers of a stack came at once, and what to do."""
+    why, hint = "no jax.lax.scan of f goes over its layers", "Leave"
+    if use:
+        why += f": {jaxprs.place(use.eqn)} takes the whole stack"
+        if jaxprs.name_of(use.eqn) == Op.SHARD_MAP:
+            hint = "Put jax.shard_map around gx.evaluate. Or leave"
+    return (
+        f"{path!r} is one of layers, but {why}. {hint} {path!r} out of layers: then it "
+        "comes whole."
+    )

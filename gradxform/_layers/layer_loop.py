@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -12,8 +12,9 @@ import numpy as np
 
 from gradxform._devices import host
 from gradxform._layers import tpu
-from gradxform._layers.stacks import Scan
-from gradxform._layers.step_leaves import ByIndex
+from gradxform._layers.stacks import Scan, StackVariable
+from gradxform._numbers import arithmetic
+from gradxform._trees.types import ByIndex
 
 # The indices of layers: a constant, or an array that waits for something.
 LayerIndices: TypeAlias = np.ndarray | jax.Array
@@ -25,13 +26,17 @@ def over_layers(
     stacks: ByIndex,
     layer_results: Callable[[list[Any]], list[jax.Array]],
     *,
-    keeps_carries: bool,
+    keeps_carries: bool = False,
+    given_back: Mapping[int, StackVariable] | None = None,
+    chosen: jax.Array | None = None,
 ) -> tuple[list[jax.Array], ByIndex, list[jax.Array]]:
-    """The results of a scan, its stacks as before, and the carry of each layer.
+    """The results of a scan, its stacks, and the carry of each layer.
 
     ``inputs`` has None for stacks. ``layer_results(operands)`` are the results of the
     body. A layer of a stack on the host comes while others are computed. The carries
-    with which layers begin are for a backward pass.
+    with which layers begin are for a backward pass. Results in ``given_back``, by their
+    positions, are written into stacks, and are not among the results. ``chosen`` says
+    for which examples of a batch.
     """
     num_consts, num_carry = scan.lengths
     start = num_consts + num_carry  # Of the inputs that the scan goes over.
@@ -45,8 +50,14 @@ def over_layers(
         parts |= tpu.now(load, there, i, ahead)
         operands = scan.with_layers([*inputs[:num_consts], *carry, *scanned], parts)
         results = layer_results(operands)
-        kept = results[:num_carry], others | there, tpu.ahead(load, there, following)
-        return kept, (carry if keeps_carries else [], results[num_carry:])
+        new = {v.index: v.part(results[k]) for k, v in written.items()}
+        stacks = write_layers(scan, others | there, new, i, chosen)
+        there = {n: stacks[n] for n in used_first}
+        kept = results[:num_carry], stacks, tpu.ahead(load, there, following)
+        ys = [x for k, x in enumerate(results) if k >= num_carry and k not in written]
+        return kept, (carry if keeps_carries else [], ys)
+
+    written = given_back or {}
 
     on_host = [n for n in tpu.backwards(scan) if host.is_on_host(stacks[n])]
     # The first part of a layer comes while the layer before it is computed, others
@@ -75,6 +86,21 @@ def read_on(scan: Scan, stacks: ByIndex, i: jax.Array) -> tuple[ByIndex, ByIndex
     stacked = scan.stacked
     found = {n: stacked[n].read_on(x, i) for n, x in stacks.items()}
     return {n: x for n, (x, _) in found.items()}, {n: x for n, (_, x) in found.items()}
+
+
+def write_layers(
+    scan: Scan, stacks: ByIndex, new: ByIndex, i: jax.Array, chosen: jax.Array | None
+) -> ByIndex:
+    """Stacks with new layers ``i``; of a batch, for the chosen examples."""
+    written: ByIndex = {}
+    for n, part in new.items():
+        at, old = scan.stacked[n], stacks[n]
+        if chosen is None:
+            written[n] = at.write(old, part, i)
+            continue
+        is_chosen = arithmetic.expand(chosen, part)
+        written[n] = at.write(old, jnp.where(is_chosen, part, at.read(old, i)), i)
+    return stacks | written
 
 
 def layer_indices(scan: Scan) -> np.ndarray:

@@ -22,12 +22,11 @@ from gradxform._devices import host
 from gradxform._jax import programs
 from gradxform._layers import passes
 from gradxform._layers.by_layer import Update
-from gradxform._layers.step_leaves import ByIndex
 from gradxform._rows.lookup import LossOfRows, Offsets, Tables
 from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
 from gradxform._trees import dtypes, maps
-from gradxform._trees.types import Path
+from gradxform._trees.types import ByIndex, Path
 
 
 def check_paths(layers: Collection[str]) -> None:
@@ -97,7 +96,7 @@ def step(
     offsets = dict(enumerate(jax.tree.leaves(by_rows.offsets), len(names)))
     named = {n: strings[n] for n in dense if names[n] in paths}
     results, backward = passes.forward(
-        programs.placed(closed), dense | offsets, named, frozen
+        programs.with_placements(closed), dense | offsets, named, frozen
     )
     value, (aux, ids) = jax.tree.unflatten(jax.tree.structure(shapes), results)
     sources = [

@@ -23,18 +23,19 @@ import jax.numpy as jnp
 
 from gradxform._devices import host
 from gradxform._jax import compilers, jaxprs
-from gradxform._jax.programs import Program
+from gradxform._jax.programs import InnerProgram
 from gradxform._jax.versions import Op
 from gradxform._layers import layer_loop, tpu
-from gradxform._layers.by_layer import LayerParts, OfLayer
-from gradxform._layers.forward import Forward, LayerResults, Use
+from gradxform._layers.by_layer import Contributions, OfLayer
+from gradxform._layers.forward import Forward, Operand, Use
 from gradxform._layers.layer_loop import LayerIndices
 from gradxform._layers.stacks import Scan, StackVariable
-from gradxform._layers.step_leaves import ByIndex, Layer
+from gradxform._layers.step_leaves import Layer
 from gradxform._numbers import constants
+from gradxform._trees.types import ByIndex
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr
+    from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,7 +46,6 @@ class ScanPass:
 
     Attributes:
       scan: the scan.
-      layer_results: the results of its body.
       learning: the indices of its stacks that may get a gradient from it.
       stacks: all stacks, for all scans.
       kept: the gradients of stacks, as far as scans after it have given them.
@@ -54,11 +54,10 @@ class ScanPass:
       is_needed: whether the loss has a derivative by its results.
       wholes: whole arrays, which the backward pass replaces.
       apply: what it does with a layer; None: it only finds out ``is_needed``.
-      parts: what ``apply`` gave for each layer.
+      contributions: what ``apply`` gave for each layer.
     """
 
     scan: Scan
-    layer_results: LayerResults
     learning: set[int]
     stacks: ByIndex
     kept: ByIndex
@@ -67,7 +66,7 @@ class ScanPass:
     is_needed: bool = True
     wholes: ByIndex = dataclasses.field(default_factory=dict)
     apply: OfLayer | None = None
-    parts: LayerParts = dataclasses.field(default_factory=dict)
+    contributions: Contributions = dataclasses.field(default_factory=dict)
 
     def results(
         self, inputs: ByIndex, always: jax.Array
@@ -88,7 +87,7 @@ class ScanPass:
                 self.scan,
                 [values.get(k) for k in range(len(self.scan.eqn.invars))],
                 {n: self.stacks[n] for n in self.scan.stacked},
-                self.layer_results,
+                self.scan.layer_results,
                 keeps_carries=True,
             )
             self.stacks.update(read)  # Whoever reads them later does so after it.
@@ -161,10 +160,10 @@ class ScanPass:
             kept = self._written(kept, of_parts, i)
             in_order = [n for n in tpu.backwards(scan) if n in parts]
             of_layer = {n: of_parts[n] for n in in_order}
-            wholes, parts_of_layer = apply(Layer(i, parts, of_layer), wholes)
+            wholes, contributed = apply(Layer(i, parts, of_layer), wholes)
             ahead = tpu.ahead(read, self._stacks(wholes)[0], following)
             carried = wholes, ahead, others, kept, sums, of_carry
-            return carried, (of_scanned, parts_of_layer)
+            return carried, (of_scanned, contributed)
 
         stacks = {n: self.stacks[n] for n in scan.stacked}
         others = {n: x for n, x in stacks.items() if n not in self.applied}
@@ -179,7 +178,7 @@ class ScanPass:
         }
         first, following = layer_loop.one_ahead(self.each, reverse=not scan.is_reverse)
         ahead = tpu.ahead(read, self._stacks(wholes)[0], first)
-        last, (of_scanned, self.parts) = jax.lax.scan(
+        last, (of_scanned, self.contributions) = jax.lax.scan(
             layer,
             (wholes, ahead, others, kept, sums, of_last),
             (self.each, following, carries, operands[start:], of_ys),
@@ -223,7 +222,7 @@ class ScanPass:
         def results(learning: ByIndex, active: ByIndex) -> ByIndex:
             filled = [active.get(k, x) for k, x in enumerate(inputs)]
             layer = self.scan.with_layers(filled, parts | learning)
-            found = self.layer_results(layer)
+            found = self.scan.layer_results(layer)
             return {k: found[k] for k in of_results}
 
         _, pull = jax.vjp(results, learning, {k: inputs[k] for k in active})
@@ -245,7 +244,7 @@ class ScanPass:
         }
 
         def joined(moved: ByIndex, others: ByIndex) -> list[jax.Array]:
-            return self.layer_results([(moved | others)[k] for k in types])
+            return self.scan.layer_results([(moved | others)[k] for k in types])
 
         active = set(inputs)
         while True:
@@ -317,21 +316,31 @@ class LossReader:
     read_whole: set[int] = dataclasses.field(default_factory=set)
     is_unsure: bool = False
     kept: ByIndex = dataclasses.field(default_factory=dict)
-    is_differentiated: bool = True
+
+    def by_layer(self, stack: StackVariable, scan: JaxprEqn) -> bool:
+        """Not with an io_callback: a backward pass would call it once more."""
+        del stack
+        return not jaxprs.calls_host(scan)
+
+    def inside(self, forward: Forward, eqn: JaxprEqn, inputs: list[Operand]) -> None:
+        """JAX differentiates loops, conditionals and custom derivatives as they are."""
 
     def scan(
-        self, scan: Scan, inputs: list[Any], layer_results: LayerResults
-    ) -> list[jax.Array]:
+        self, forward: Forward, scan: Scan, inputs: list[Operand]
+    ) -> list[Operand] | None:
         """The results of a scan, which is one more pass."""
+        if not scan.stacks:
+            return None
         for n, stacked in scan.stacked.items():
-            self.arrays[n] = stacked.placed(self.arrays[n])
+            self.arrays[n] = stacked.readable(self.arrays[n])
         learning = {x.index for x in scan.stacks.values() if self._learns(x)}
         each = layer_loop.layer_indices(scan)
-        own = ScanPass(scan, layer_results, learning, self.arrays, self.kept, each)
+        own = ScanPass(scan, learning, self.arrays, self.kept, each)
         self.passes.append(own)
-        given = {k: x for k, x in enumerate(inputs) if k not in scan.stacks}
-        results, self.always = own.results(given, self.always)
-        return results
+        others = {k: x for k, x in enumerate(inputs) if k not in scan.stacks}
+        arrays = forward.arrays(scan.eqn, others)
+        results, self.always = own.results(arrays, self.always)
+        return [*results]
 
     def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
         """All of a variable, by which the loss must have no derivative.
@@ -429,7 +438,7 @@ class BackwardPass:
 
     def run(
         self, wholes: Sequence[ByIndex], applies: Sequence[OfLayer]
-    ) -> tuple[list[ByIndex], ByIndex, LayerParts]:
+    ) -> tuple[list[ByIndex], ByIndex, Contributions]:
         """Goes through the loss, from its end to its beginning.
 
         There are whole arrays, and a function to call with gradients, for each scan.
@@ -442,9 +451,11 @@ class BackwardPass:
         for own, given, apply in reversed(triples):
             arrays.update({n: given[n] for n in own.scan.stacked})
             own.wholes = {n: x for n, x in given.items() if n not in own.scan.stacked}
-            own.apply, own.parts = apply, {}
+            own.apply, own.contributions = apply, {}
         of_leaves = self.pull()
-        of_layers = {k: x for own in self.passes for k, x in own.parts.items()}
+        of_layers: Contributions = {}
+        for own in self.passes:
+            of_layers |= own.contributions
         found = [
             {n: arrays[n] for n in own.scan.stacked} | own.wholes for own in self.passes
         ]
@@ -473,7 +484,7 @@ def forward(
     def loss(dense: ByIndex, inside: jax.Array) -> Any:
         reader.always = inside
         inputs = [stacks[n] if n in stacks else dense[n] for n in leaves]
-        program = Program(closed.jaxpr, closed.consts)
+        program = InnerProgram(closed.jaxpr, closed.consts)
         results = Forward(reader).results(program, inputs)
         inside, reader.always = reader.always, always
         return (results[0], inside), results

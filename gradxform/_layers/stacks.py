@@ -20,6 +20,7 @@ from gradxform._devices import host
 from gradxform._devices.stacked import Stacked
 from gradxform._jax import jaxprs, programs, versions
 from gradxform._jax.jaxprs import LeafVariable
+from gradxform._jax.versions import Op
 from gradxform._slices.rules import Along, after, resized, shape_of
 
 if TYPE_CHECKING:
@@ -36,11 +37,13 @@ class StackVariable(LeafVariable):
         In the last result, the variable, they lie along the first axis. ``length`` is
         the number of layers. None: a reshape mixes them.
         """
-        shape = shape_of(self.equations[0].invars[0]) if self.equations else (length,)
+        first = next(iter(self.equations), None)
+        shape = shape_of(first.invars[jaxprs.operand(first)]) if first else (length,)
         for axis, size in enumerate(shape):
             found = [Along(axis, size // length)]
             for eqn in self.equations if not size % length else ():
-                along = after(jaxprs.name_of(eqn), eqn, 0, found[-1], length)
+                k = jaxprs.operand(eqn)
+                along = after(jaxprs.name_of(eqn), eqn, k, found[-1], length)
                 if along is None:
                     break
                 found.append(along)
@@ -59,6 +62,31 @@ class StackVariable(LeafVariable):
         pairs = zip(self.equations, layers[1:], strict=True)
         of_layer = (resized(jaxprs.name_of(eqn), eqn, x, 1) for eqn, x in pairs)
         return jnp.squeeze(jaxprs.evaluated(of_layer, part), 0)
+
+    @property
+    def order(self) -> tuple[int, ...] | None:
+        """The axes of the stack, in the order of the variable; None: it is no order."""
+        order: tuple[int, ...] | None = None
+        for eqn in self.equations:
+            name, ndim = jaxprs.name_of(eqn), len(shape_of(eqn.outvars[0]))
+            order = order or tuple(range(ndim))
+            if name == Op.TRANSPOSE:
+                order = tuple(order[k] for k in eqn.params["permutation"])
+            elif name not in versions.SAME_VALUES:
+                return None
+        return order or ()
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is the stack itself."""
+        return self.order is not None and [*self.order] == sorted(self.order)
+
+    def part(self, layer: jax.Array) -> jax.Array:
+        """The layer's part of the stack, from a layer of a variable with an order."""
+        part = jnp.expand_dims(layer, 0)
+        if not (order := self.order):
+            return part
+        return part.transpose([order.index(k) for k in range(len(order))])
 
     def whole(self, array: jax.Array) -> jax.Array:
         """All of the variable, on the device, from the stack."""

@@ -18,10 +18,8 @@ from gradxform._rows.lookup import Offsets
 from gradxform._slices.kinds import States, Whole
 from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
 from gradxform._trees import maps
-from gradxform._trees.types import Path
+from gradxform._trees.types import ByIndex, Path
 
-# Arrays by the index of their leaf, or by their position.
-ByIndex: TypeAlias = dict[int, jax.Array]
 # Parameters, state, gradients of leaves and of rows, and extra arguments.
 Args: TypeAlias = tuple[
     optax.Params,
@@ -49,7 +47,10 @@ class Layer(NamedTuple):
 class StepLeaves:
     """The leaves of a step.
 
-    Indices count the leaves of parameters, state, gradients and extra arguments.
+    One numbering is for all: indices count the leaves of parameters, of the state, of
+    gradients, of gradients of rows, and of extra arguments, in this order. A leaf that
+    is None counts, too. So parameter ``n`` and stack ``n`` are the same leaf. With two
+    parameters, ``optax.sgd`` and a loss: 0 and 1 are parameters, 2 and 3 gradients.
 
     Attributes:
       values: all leaves. Parameters stand for the gradients, which have their types.
@@ -104,7 +105,7 @@ class StepLeaves:
         found[end:end] = without
         kinds = {n: kind for n, kind in enumerate(found) if kind}
         values = [
-            _stacked(kinds[n]).placed(x) if n in kinds else host.to_device(x)
+            _stacked(kinds[n]).readable(x) if n in kinds else host.to_device(x)
             for n, x in enumerate(maps.leaves(args))
         ]
         gradients = range(first, end + len(without))
@@ -157,10 +158,10 @@ class StepLeaves:
 
     def written(self, new: ByIndex, layer: Layer, wholes: ByIndex) -> ByIndex:
         """Whole arrays with a new layer."""
-        place = {n: k for k, n in enumerate(layer.grads)}
+        order = {n: k for k, n in enumerate(layer.grads)}
 
-        def order(n: int) -> int:
-            return place.get(self.owners.get(n, n), len(place))
+        def known(n: int) -> int:
+            return order.get(self.owners.get(n, n), len(order))
 
         def write(wholes: ByIndex) -> ByIndex:
             return {
@@ -170,7 +171,7 @@ class StepLeaves:
 
         there = {n: x for n, x in wholes.items() if host.is_on_host(x)}
         here = {n: x for n, x in wholes.items() if n not in there}
-        return write(here) | tpu.written_in_order(there, order, write)
+        return write(here) | tpu.written_in_order(there, known, write)
 
 
 def _stacked(kind: Kind) -> Stacked:

@@ -1,10 +1,9 @@
 """Cores of an update: the parts of its jaxpr that need whole matrices.
 
-A core is what lies between operations on matrices: products, decompositions. It begins
-where the update reads the fewest bytes for it, so what travels to a whole matrix is one
-array, such as a momentum; norms, transpositions and casts are inside. It ends with an
-array of the same shape. The rules of the evaluator say along which axes a core has
-matrices that stand alone, such as layers, experts or heads.
+A core reads some arrays and makes some, for each matrix: its gradient, momenta,
+factors, eigenbases. In it are the operations on the matrices of one parameter:
+products, decompositions. Where it begins and ends the fewest bytes pass. Arrays of the
+state may lie where the matrices are: then they do not pass at all.
 """
 
 from __future__ import annotations
@@ -14,15 +13,25 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
 from gradxform._matrices import equality
+from gradxform._matrices.axes import Followed, MixedError
+from gradxform._matrices.boundary import NEVER, Graph
+from gradxform._matrices.owners import Nobody, Owner, Owners, Sets, is_number
 from gradxform._matrices.placements import Names
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
@@ -38,75 +47,90 @@ from gradxform._slices.slices import (
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
 
-# The indices of equations.
-Indices: TypeAlias = frozenset[int]
+# For each axis of matrices, such as that of layers, the axis of an array; None if it
+# has no such axis.
+Axes: TypeAlias = tuple[int | None, ...]
 
 # Each device may read fewer entries as a whole, and compute with them.
-_FEW = 64
-# On its way to one array a core reads at most so many, and so many times its bytes.
-_MOST = 8
+FEW = 64
+_SHOWN = 4  # Operands in a message.
 
 
-@dataclasses.dataclass(frozen=True)
-class MatrixCore:
-    """Equations that make one array of another one, and of constants.
+class MatrixCore(NamedTuple):
+    """Equations that make arrays of others, for each matrix of one parameter.
 
     Attributes:
-      reads: the array, and then the constants.
-      makes: the result, of the shape of the array.
-      program: the function from one to the other.
+      eqns: they.
+      reads: what they read and do not make. Numbers and few entries are the same for
+        each matrix of a parameter.
+      makes: what they make and others read.
+      axes: those of the matrices, for each variable that it reads or makes.
+      level: how often numbers of several parameters are needed before it.
+      indices: those of its equations in the program.
     """
 
-    reads: Sequence[Var]
-    makes: Var
-    program: ClosedJaxpr
+    eqns: tuple[JaxprEqn, ...]
+    reads: tuple[Var, ...]
+    makes: tuple[Var, ...]
+    axes: Mapping[Var, Axes]
+    level: int
+    indices: frozenset[int]
+
+    def key(self) -> Hashable:
+        """What is equal for equal cores."""
+        axes = (self.axes[x] for x in (*self.reads, *self.makes))
+        program = equality.of_equations(self.reads, self.eqns, self.makes)
+        return self.level, tuple(axes), program
+
+    def is_array(self, x: Var) -> bool:
+        """Whether what it reads may be another one for each matrix."""
+        axes = self.axes[x]
+        return any(a is not None for a in axes) or (
+            not axes and math.prod(shape_of(x)) >= FEW
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class Matrices:
-    """A core whose matrices stand alone.
+    """The program of equal cores, for one matrix.
 
     Attributes:
-      axes: those of the array along which they follow each other.
-      program: the core for one of them: these axes have one entry.
-      longest: the same, but one axis, the last one that was found, is whole.
-      last: this axis; None if there is only one matrix.
+      program: the core. Axes of matrices have one entry.
+      reads: the axes of each array that it reads.
+      makes: and of each that it makes.
+      key: what is equal for equal programs.
     """
 
-    axes: tuple[int, ...]
-    program: ClosedJaxpr
-    longest: ClosedJaxpr
-    last: int | None = None
+    program: ClosedJaxpr = dataclasses.field(compare=False)
+    reads: tuple[Axes, ...]
+    makes: tuple[Axes, ...]
+    key: Hashable
 
-    def results(self, x: jax.Array, *constants: jax.Array) -> jax.Array:
-        """The results of the core for some matrices, which follow each other in front.
+    def results(
+        self, are_same: Sequence[bool], arrays: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """The results for some matrices, which follow each other in front.
 
-        In a batch that ``vmap`` makes, the compiler for CPU would copy each matrix once
-        more to transpose it.
+        ``are_same`` says which arrays are the same for all of them.
         """
-        others = [axis for axis in self.axes if axis != self.last]
-        if self.last is not None:
-            at = self.last - sum(axis < self.last for axis in others)
-            y = jnp.expand_dims(jnp.moveaxis(x, 0, at), others)
-            y = _results(self.longest, self.last, y, *constants)
-            return jnp.moveaxis(jnp.squeeze(y, others), at, 0)
-        one = functools.partial(_run, self.program)
-        if len(x) == 1:
-            return one(x[0], *constants)[None]
-        return jax.vmap(one, (0, *[None] * len(constants)))(x, *constants)
+
+        def one(*arrays: jax.Array) -> list[jax.Array]:
+            pairs = zip(arrays, self.reads, strict=True)
+            args = [jax.numpy.expand_dims(x, _there(axes)) for x, axes in pairs]
+            found = jaxprs.run(self.program.jaxpr, [*self.program.consts, *args])
+            pairs = zip(found, self.makes, strict=True)
+            return [jax.numpy.squeeze(x, _there(axes)) for x, axes in pairs]
+
+        pairs = [*zip(arrays, are_same, strict=True)]
+        (count,) = {len(x) for x, is_same in pairs if not is_same}
+        if count == 1:
+            found = one(*(x if is_same else x[0] for x, is_same in pairs))
+            return [x[None] for x in found]
+        return jax.vmap(one, [None if same else 0 for same in are_same])(*arrays)
 
 
-class NoCoreError(TypeError):
-    """Operations on matrices that are no core.
-
-    Attributes:
-      reads: the arrays that they read.
-    """
-
-    def __init__(self, message: str, reads: Collection[Var]) -> None:
-        """An error with these arrays."""
-        super().__init__(message)
-        self.reads = reads
+def _there(axes: Axes) -> tuple[int, ...]:
+    return tuple(axis for axis in axes if axis is not None)
 
 
 def is_of_matrices(eqn: JaxprEqn) -> bool:
@@ -128,24 +152,23 @@ def has_matrices(jaxpr: Jaxpr) -> bool:
     return any(map(is_of_matrices, jaxprs.equations(jaxpr)))
 
 
-class _Parts:
-    """Operations on matrices that belong together, by their indices."""
+class Lying(NamedTuple):
+    """What may lie where its matrices are.
 
-    def __init__(self) -> None:
-        self.of: dict[int, int] = {}  # One of a part stands for all of it.
+    Attributes:
+      new: for variables of the state those that replace them.
+      gradients: variables of gradients: those of one core are of one parameter.
+      uncut: variables that are whole on each device.
+      names: the mesh axes that cut an argument.
+      lies: (variable, its axes of matrices, gradient, its axes) -> whether it may lie
+        where they are; None: it does already.
+    """
 
-    def part(self, index: int) -> int:
-        """The one that stands for the part of an operation."""
-        while self.of[index] != index:
-            index = self.of[index]
-        return index
-
-    def joined(self, index: int, others: Indices) -> Indices:
-        """Joins the parts of others to a new operation, which now stands for them."""
-        self.of[index] = index
-        for other in others:
-            self.of[self.part(other)] = index
-        return frozenset([index])
+    new: Mapping[Var, Var]
+    gradients: Collection[Var]
+    uncut: Collection[Var]
+    names: Mapping[Var, Names]
+    lies: Callable[[Var, Axes, Var, Axes], bool | None]
 
 
 class TracedUpdate:
@@ -154,57 +177,58 @@ class TracedUpdate:
     Attributes:
       jaxpr: it.
       equations: those that its results need.
-      made_by: the index of the equation that makes each variable.
       read_by: the indices of equations that read each variable; -1 for results.
-      parts: the equations of each core, by their indices.
+      made_by: the index of the equation that makes each variable.
       free: variables that depend on no large array, such as a count of steps or
-        coefficients. Each core computes those that it needs.
+        coefficients.
+      owners: to whom variables and equations belong.
+      levels: for each equation how many cores come before it, one after another.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        """Finds the equations between operations on matrices."""
-        self.jaxpr, self.equations = jaxpr, jaxprs.equations(jaxpr)
+    levels: list[int]
+
+    def __init__(self, closed: ClosedJaxpr) -> None:
+        """Finds to whom its equations belong."""
+        self.jaxpr, self.equations = closed.jaxpr, jaxprs.equations(closed.jaxpr)
         self.made_by: dict[Var, int] = {}
         self.read_by: dict[Var, list[int]] = {}
         for index, eqn in enumerate(self.equations):
             self.made_by.update(dict.fromkeys(eqn.outvars, index))
             for x in filter(jaxprs.is_variable, eqn.invars):
                 self.read_by.setdefault(x, []).append(index)
-        for x in filter(jaxprs.is_variable, jaxpr.outvars):
+        for x in filter(jaxprs.is_variable, self.jaxpr.outvars):
             self.read_by.setdefault(x, []).append(-1)
-        self.parts = list(self._parts())
-        self.free = self._free()
+        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
+        self.free = self.made_of([*few, *self.jaxpr.constvars])
+        self.owners = Owners(self.jaxpr, self.equations, self.free)
+        self._consts = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
 
-    def _parts(self) -> Iterator[Indices]:
-        """For each core the equations between its operations on matrices."""
-        parts = _Parts()
-        # The operations on matrices that make a variable, and those that need it.
-        before: dict[Var, Indices] = {}
-        after: dict[Var, Indices] = {}
-        for index, eqn in enumerate(self.equations):
-            found = _union(before, jaxprs.among(eqn.invars, before).values())
-            if is_of_matrices(eqn):
-                found = parts.joined(index, found)
-            before.update(dict.fromkeys(eqn.outvars if found else (), found))
-        members: dict[int, set[int]] = {}
-        for index, eqn in reversed([*enumerate(self.equations)]):
-            later = _union(after, jaxprs.among(eqn.outvars, after).values())
-            if index in parts.of:
-                later = frozenset([index])
-                members.setdefault(parts.part(index), set()).add(index)
-            elif later:
-                made = jaxprs.among(eqn.outvars, before).values()
-                earlier = set(map(parts.part, _union(before, made)))
-                for part in earlier.intersection(map(parts.part, later)):
-                    members.setdefault(part, set()).add(index)
-            for x in filter(jaxprs.is_variable, eqn.invars if later else ()):
-                known = after.get(x, later)
-                after[x] = known if known is later else known | later
-        yield from map(frozenset, reversed(members.values()))
+    @functools.cached_property
+    def canonical(self) -> dict[Var, Var]:
+        """For a free variable one that is equal to it."""
+        found: dict[Var, Var] = {}
+        known: dict[Hashable, Var] = {}
+        for x in self.jaxpr.constvars:
+            found[x] = known.setdefault(equality.of_value(self._consts[x]), x)
+        for eqn in self.equations:
+            if self.free.issuperset(eqn.outvars):
+                key = equality.of_equation(eqn, lambda x: found.get(x, x))
+                for k, x in enumerate(eqn.outvars):
+                    found[x] = known.setdefault((key, k), x)
+        return found
 
-    def _free(self) -> set[Var]:
-        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < _FEW]
-        return self.made_of([*few, *self.jaxpr.constvars])
+    @functools.cached_property
+    def of_matrices(self) -> dict[Owner, list[int]]:
+        """The indices of equations of each owner that has some on matrices."""
+        found: dict[Owner, list[int]] = {}
+        for index, owner in enumerate(self.owners.equations):
+            if owner is not Nobody.FREE:
+                found.setdefault(owner, []).append(index)
+        return {
+            owner: indices
+            for owner, indices in found.items()
+            if any(is_of_matrices(self.equations[n]) for n in indices)
+        }
 
     def made_of(self, given: Iterable[Var]) -> set[Var]:
         """Some variables, and those that are made of such alone."""
@@ -223,238 +247,446 @@ class TracedUpdate:
                 found.update(eqn.outvars)
         return found
 
-    def around(
-        self, given: Iterable[Var], reads: Iterable[Var]
-    ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-        """The equations before some variables are known, and those after it.
-
-        They give the results, and what is read in between.
-        """
-        given = set(given)
-        others = [x for x in self.equations if given.isdisjoint(x.outvars)]
-        eqns = jaxprs.needed(others, [*self.jaxpr.outvars, *reads])
-        later = self.descendants(given)
-        before = [eqn for eqn in eqns if later.isdisjoint(eqn.outvars)]
-        return before, [eqn for eqn in eqns if not later.isdisjoint(eqn.outvars)]
-
     def names(
-        self,
-        names: Mapping[Var, Names],
-        found: Sequence[MatrixCore],
-        sizes: Mapping[str, int],
+        self, names: Mapping[Var, Names], sizes: Mapping[str, int]
     ) -> dict[Var, Names]:
         """The mesh axes that cut each variable, as far as they are known.
 
         Args:
           names: those that cut arguments.
-          found: the cores; a result lies like the array.
           sizes: those of the mesh axes.
         """
-        known, made = dict(names), {core.makes: core.reads[0] for core in found}
+        known = dict(names)
         for eqn in self.equations:
             known.update(_names_after(eqn, known, sizes))
-            for x in eqn.outvars:
-                if x in made and made[x] in known:
-                    known[x] = known[made[x]]
         return known
 
-    def core(self, part: Indices) -> MatrixCore:
-        """The core with these equations.
+    def cores(self, lying: Lying) -> tuple[list[MatrixCore], list[Var]]:
+        """The cores, and the variables of the state that lie where they are."""
+        parts, plans = list[tuple[_Part, _Plan]](), dict[Hashable, _Plan]()
+        for owner, indices in self.of_matrices.items():
+            try:
+                self._check(owner, indices, lying)
+            except NoCoreError:
+                read = self._read(indices).keys() - self.free
+                if not lying.uncut.issuperset(read):
+                    raise
+                continue
+            part = _Part.of(self, owner, indices, lying)
+            if part.key not in plans:
+                plans[part.key] = part.plan()
+            parts.append((part, plans[part.key].of(part)))
+        self.levels = levels = self._levels(parts)
+        found = [core for pair in parts for core in self._cores(*pair, levels)]
+        return found, [x for _, plan in parts for x in plan.there]
 
-        Raises:
-          NoCoreError: it reads several arrays, or makes several, or one of another
-            shape.
-        """
-        grown = part
-        while len(results := self._results(grown)) > 1:
-            index = self._joining(grown, results)
-            if index is None:
-                self._refuse(part, f"makes {len(results)} arrays that others read")
-            grown |= {index}
-        if any(self.equations[index].effects for index in grown):
-            self._refuse(part, "has effects")
-        for others, makes in self._forward(grown, results[0]):
-            found = self._ending(others, makes)
-            if found:
-                return found
-        shapes = ", ".join(map(_described, self._reads(part)))
-        self._refuse(part, f"makes {_described(results[0])} of {shapes or 'none'}")
+    def _levels(self, parts: Iterable[tuple[_Part, _Plan]]) -> list[int]:
+        """For each equation how many cores come before it, one after another."""
+        part_of = {
+            part.indices[k]: n
+            for n, (part, plan) in enumerate(parts)
+            for k in plan.inside
+            if k >= part.num_free
+        }
+        levels = list[int]()
+        after: dict[Var, tuple[int, int | None]] = {}
+        for index, eqn in enumerate(self.equations):
+            n, level = part_of.get(index), 0
+            for x in filter(after.__contains__, filter(jaxprs.is_variable, eqn.invars)):
+                known, maker = after[x]
+                level = max(level, known + (maker is not None and maker != n))
+            levels.append(level)
+            after.update(dict.fromkeys(eqn.outvars, (level, n)))
+        return levels
 
-    def _ending(self, part: Indices, makes: Var) -> MatrixCore | None:
-        """The core that ends with this result: where it reads least, of most matrices.
+    def _cores(
+        self, part: _Part, plan: _Plan, levels: Sequence[int]
+    ) -> Iterator[MatrixCore]:
+        """The cores of a part, one for each level."""
+        own = [k for k in sorted(plan.inside) if k >= part.num_free]
+        by_level: dict[int, list[int]] = {}
+        for k in own:
+            by_level.setdefault(levels[part.indices[k]], []).append(k)
+        for level, members in by_level.items():
+            indices = {part.indices[k] for k in members}
+            made = [x for k in members for x in part.eqns[k].outvars]
+            makes = [x for x in made if not indices.issuperset(self.read_by.get(x, ()))]
+            chosen = [k for k in plan.inside if k < part.num_free] + members
+            eqns = jaxprs.needed([part.eqns[k] for k in sorted(chosen)], makes)
+            made_here = {x for eqn in eqns for x in eqn.outvars}
+            reads = [x for x in jaxprs.variables_read(eqns) if x not in made_here]
+            none: Axes = (None,) * plan.count
+            axes = {x: plan.axes.get(x, none) for x in (*reads, *makes)}
+            if makes:
+                yield MatrixCore(
+                    *(tuple(eqns), tuple(reads), tuple(makes)),
+                    *(axes, level, frozenset(indices)),
+                )
 
-        Of equal ones it is the largest.
-        """
-        best: list[tuple[int, MatrixCore]] = []
-        for x, others in self._backward(part):
-            if shape_of(x) == shape_of(makes):
-                core = self._between(x, makes, others)
-                length = math.prod(shape_of(x)[axis] for axis in matrices(core).axes)
-                if best and _nbytes(x) < _nbytes(best[0][1].reads[0]):
-                    best = []
-                best.append((length, core))
-        most = max((length for length, _ in best), default=0)
-        return next((x for length, x in reversed(best) if length == most), None)
+    def _read(self, indices: Sequence[int]) -> dict[Var, None]:
+        """The arguments that equations read."""
+        eqns = [self.equations[n] for n in indices]
+        variables = jaxprs.variables_read(eqns)
+        return {x: None for x in variables if x not in self.made_by}
 
-    def _refuse(self, part: Indices, why: str) -> NoReturn:
-        eqn = self.equations[min(part)]
-        hint = "Keep it outside of whole_matrices"
-        if jaxprs.name_of(eqn) == Op.COND:
-            hint = "Put gates, and all that decides, around whole_matrices"
-        raise NoCoreError(
-            "whole_matrices takes an update that makes one array of one other of its "
-            f"shape, as Muon does, but {jaxprs.place(eqn)} {why}. {hint}, or have the "
-            "arrays whole on each device.",
-            self._reads(part),
+    def _check(self, owner: Owner, indices: Sequence[int], lying: Lying) -> None:
+        """Raises ``NoCoreError`` for what mixes parameters, or has effects."""
+        eqns = [self.equations[n] for n in indices]
+        for eqn in filter(is_of_matrices, eqns):
+            if eqn.effects:
+                _refuse(eqn, "has effects")
+            if owner is Nobody.SEVERAL:
+                _refuse(eqn, "reads matrices of several parameters")
+        read = self._read(indices)
+        gradients = [x for x in lying.gradients if x in read and x not in self.free]
+        if len(gradients) < 2:
+            return
+        sets = Sets()
+        for eqn in eqns:
+            large = (x for x in (*eqn.invars, *eqn.outvars) if jaxprs.is_variable(x))
+            tied = [x for x in large if x not in self.free and not is_number(x)]
+            before = len(set(map(sets.find, gradients)))
+            sets.join(tied or [None])
+            if len(set(map(sets.find, gradients))) < before:
+                _refuse(eqn, "reads matrices of several parameters")
+        _refuse(eqns[0], "reads matrices of several parameters")
+
+
+class NoCoreError(TypeError):
+    """Operations on matrices that are no core."""
+
+
+def _refuse(eqn: JaxprEqn, why: str) -> NoReturn:
+    shapes = [_described(x) for x in eqn.invars if jaxprs.is_variable(x)]
+    shapes = shapes[:_SHOWN] + ["…"] * (len(shapes) > _SHOWN)
+    hint = "Keep it outside of whole_matrices"
+    if jaxprs.name_of(eqn) == Op.COND:
+        hint = "Put gates, and all that decides, around whole_matrices"
+    raise NoCoreError(
+        "whole_matrices takes an update that treats the matrices of each parameter by "
+        f"themselves, but {jaxprs.place(eqn)} {why}, with {', '.join(shapes)}. {hint}, "
+        "or have the arrays whole on each device."
+    )
+
+
+class _Plan(NamedTuple):
+    """What of a part is in its cores.
+
+    Attributes:
+      variables: of the part for which it was made.
+      inside: the positions of equations.
+      axes: those of matrices, for each variable that has some.
+      count: how many axes of matrices there are.
+      there: the variables of the state that lie where the matrices are.
+    """
+
+    variables: list[Var]
+    inside: frozenset[int]
+    axes: dict[Var, Axes]
+    count: int
+    there: list[Var]
+
+    def of(self, part: _Part) -> _Plan:
+        """The plan of an equal part."""
+        to = dict(zip(self.variables, part.variables, strict=True))
+        axes = {to[x]: axes for x, axes in self.axes.items()}
+        return self._replace(
+            variables=part.variables, axes=axes, there=[to[x] for x in self.there]
         )
 
-    def _reads(self, part: Collection[int]) -> dict[Var, None]:
-        """The variables that these equations read and do not make, but for numbers."""
-        eqns = [self.equations[index] for index in sorted(part)]
-        read = [x for x in jaxprs.variables_read(eqns) if x not in self.free]
-        return {x: None for x in read if self.made_by.get(x) not in part}
 
-    def _results(self, part: Indices) -> list[Var]:
-        """The variables that these equations make and others read."""
-        made = (x for n in sorted(part) for x in self.equations[n].outvars)
-        return [x for x in made if not part.issuperset(self.read_by.get(x, ()))]
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The equations of one parameter.
 
-    def _joining(self, part: Indices, results: Sequence[Var]) -> int | None:
-        """The next equation that reads results, and nothing that is not there."""
-        there = self.free.union(results, self._reads(part))
-        size = max(math.prod(shape_of(x)) for x in results)
-        for index in sorted({n for x in results for n in self.read_by[x]} - part):
-            eqn = self.equations[index]
-            read = set(filter(jaxprs.is_variable, eqn.invars))
-            sizes = {math.prod(shape_of(x)) for x in eqn.outvars}
-            if index >= 0 and read <= there and sizes <= {size} and not eqn.effects:
-                return index
-        return None
+    Attributes:
+      eqns: they. First come those of free variables, which others compute, too.
+      indices: the index of each in the program.
+      num_free: how many the first ones are.
+      readers: for each variable the positions of equations that read it; -1 for all
+        others.
+      new: for variables of its state those that replace them.
+      lead: the gradient, or else the largest array that it reads.
+      lying: what may lie where matrices are.
+    """
 
-    def _forward(self, part: Indices, x: Var) -> list[tuple[Indices, Var]]:
-        """With operations after the result that keep its size, and read nothing else.
+    eqns: list[JaxprEqn]
+    indices: list[int]
+    num_free: int
+    readers: dict[Var, list[int]]
+    new: dict[Var, Var]
+    lead: Var
+    lying: Lying
 
-        First where the result has the fewest bytes, as late as possible.
-        """
-        grown, found = part, [(part, x)]
-        while len(readers := self.read_by.get(x, [])) == 1 and readers[0] >= 0:
-            eqn = self.equations[readers[0]]
-            operands = [*filter(jaxprs.is_variable, eqn.invars)]
-            is_alone = len(operands) == len(eqn.outvars) == 1 and not eqn.effects
-            if not is_alone or jaxprs.name_of(eqn) not in rules.RULES:
-                break
-            (new,) = eqn.outvars
-            if math.prod(shape_of(new)) != math.prod(shape_of(x)):
-                break
-            grown, x = grown | {readers[0]}, new
-            found = [(grown, x), *found]
-        return sorted(found, key=lambda end: _nbytes(end[1]))
-
-    def _backward(self, part: Indices) -> Iterator[tuple[Var, Indices]]:
-        """One array that gives the result, with equations; then ones before it."""
-        grown, reads = set(part), self._reads(part)
-        total = least = sum(map(_nbytes, reads))
-        while 0 < len(reads) <= _MOST and total <= _MOST * least:
-            if len(reads) == 1 and total <= least:
-                least = total
-                yield next(iter(reads)), frozenset(grown)
-            index = max(self.made_by.get(x, -1) for x in reads)
-            if index < 0 or self.equations[index].effects:
-                return
-            grown.add(index)
-            reads = {x: None for x in reads if self.made_by.get(x) != index}
-            read = filter(jaxprs.is_variable, self.equations[index].invars)
-            others = (x for x in read if self.made_by.get(x) not in grown)
-            reads.update((x, None) for x in others if x not in self.free)
-            total = sum(map(_nbytes, reads))
-
-    def _between(self, x: Var, makes: Var, part: Indices) -> MatrixCore:
-        """The core from an array to a result.
-
-        It computes the numbers that it needs from arguments. So the programs of cores
-        that do the same are the same.
-        """
-        eqns, chosen = self.equations, set(part)
-        waiting = [*jaxprs.variables_read(eqns[n] for n in chosen)]
+    @classmethod
+    def of(
+        cls, update: TracedUpdate, owner: Owner, indices: Sequence[int], lying: Lying
+    ) -> _Part:
+        """The part with these equations."""
+        canonical = update.canonical
+        own = [_renamed(update.equations[n], canonical) for n in indices]
+        pulled = set[int]()
+        waiting = jaxprs.variables_read(own)
         while waiting:
-            index = self.made_by.get(y := waiting.pop(), -1)
-            if y in self.free and index not in {-1, *chosen}:
-                chosen.add(index)
-                waiting += filter(jaxprs.is_variable, eqns[index].invars)
-        of_core = jaxprs.needed([eqns[n] for n in sorted(chosen)], [makes])
-        made = {x}.union(*(eqn.outvars for eqn in of_core))
-        reads = [x, *(y for y in jaxprs.variables_read(of_core) if y not in made)]
+            x = waiting.pop()
+            n = update.made_by.get(x, -1)
+            is_large = math.prod(shape_of(x)) >= FEW
+            if n >= 0 and n not in pulled and x in update.free and is_large:
+                pulled.add(n)
+                eqn = _renamed(update.equations[n], canonical)
+                waiting += filter(jaxprs.is_variable, eqn.invars)
+        order = [*sorted(pulled), *indices]
+        eqns = [_renamed(update.equations[n], canonical) for n in sorted(pulled)] + own
+        position = {n: k for k, n in enumerate(order)}
+        made = {x: None for eqn in eqns for x in eqn.outvars}
+        read = [x for x in jaxprs.variables_read(eqns) if x not in made]
+        new = {
+            x: y
+            for x in read
+            if (y := lying.new.get(x)) is not None
+            and (y is x or (y in made and update.owners.of[y] == owner))
+        }
+        readers = {
+            x: [position.get(n, -1) for n in update.read_by.get(x, ())]
+            for x in (*read, *made)
+        }
+        for x in new.values():  # The state itself is no reader elsewhere.
+            readers[x].remove(-1)
+        for k, eqn in enumerate(eqns):
+            for x in filter(jaxprs.is_variable, eqn.invars):
+                if k not in readers[x]:
+                    readers[x].append(k)
+        own_read = [x for x in read if x not in update.free] or read
+        leads = [x for x in own_read if x in lying.gradients] or own_read
+        lead = max(leads, key=nbytes)
+        return cls(eqns, order, len(pulled), readers, new, lead, lying)
 
-        def run(*args: jax.Array) -> jax.Array:
-            env = dict(zip(reads, args, strict=True))
-            jaxprs.advance(of_core, env)
-            return env[makes]
+    @functools.cached_property
+    def variables(self) -> list[Var]:
+        """All of its variables, in the same order for equal parts."""
+        atoms = (x for eqn in self.eqns for x in (*eqn.invars, *eqn.outvars))
+        return [*dict.fromkeys(filter(jaxprs.is_variable, atoms))]
 
-        return MatrixCore(reads, makes, _traced(run, *(y.aval for y in reads)))
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """What is equal for equal parts."""
+        number = {x: k for k, x in enumerate(self.variables)}
+        roles = tuple(
+            (
+                tuple(self.readers[x]),
+                self.lying.names.get(x),
+                number.get(self.new.get(x)),
+            )
+            for x in self.variables
+        )
+        program = equality.of_equations((), self.eqns, ())
+        return program, roles, self.num_free, number[self.lead]
+
+    def plan(self) -> _Plan:
+        """Its cores are as many equations as possible, at the least cost."""
+        needed = self._between()
+        labels: list[dict[Var, Along]] = []
+        mixing = {k for k, eqn in enumerate(self.eqns) if eqn.effects}
+        first = self.eqns[min(self._of_matrices)]
+        for axis, size in enumerate(shape_of(self.lead)):
+            if size < 2:
+                continue
+            followed = Followed(self.lead, axis)
+            with contextlib.suppress(MixedError):
+                followed.follow(self.eqns, needed)
+                along = followed.along()
+                if jaxprs.among(first.invars, along):
+                    labels.append(along)
+                    mixing |= followed.mixing
+        axes: dict[Var, Axes] = {}
+        for x in {x: None for of in labels for x in of}:
+            found = (of.get(x) for of in labels)
+            axes[x] = tuple(None if one is None else one.axis for one in found)
+        merged = {x for of in labels for x, along in of.items() if along.entries > 1}
+        inside, there = self._cut(axes, merged, mixing, len(labels))
+        return _Plan(self.variables, inside, axes, len(labels), there)
+
+    @functools.cached_property
+    def _own(self) -> range:
+        return range(self.num_free, len(self.eqns))
+
+    @functools.cached_property
+    def _of_matrices(self) -> set[int]:
+        return {k for k in self._own if is_of_matrices(self.eqns[k])}
+
+    def _after_matrices(self) -> set[int]:
+        """The positions of operations on matrices, and of those that need one."""
+        after = set(self._of_matrices)
+        made = {x for k in after for x in self.eqns[k].outvars}
+        for k in self._own:
+            if jaxprs.among(self.eqns[k].invars, made):
+                made.update(self.eqns[k].outvars)
+                after.add(k)
+        return after
+
+    def _between(self) -> set[int]:
+        """The positions of equations between operations on matrices."""
+        before = set(self._of_matrices)
+        read = {x for k in before for x in self.eqns[k].invars if jaxprs.is_variable(x)}
+        for k in reversed(self._own):
+            if not read.isdisjoint(self.eqns[k].outvars):
+                read.update(filter(jaxprs.is_variable, self.eqns[k].invars))
+                before.add(k)
+        return self._after_matrices() & before
+
+    def _cut(
+        self, axes: Mapping[Var, Axes], merged: set[Var], mixing: set[int], count: int
+    ) -> tuple[frozenset[int], list[Var]]:
+        """The positions of equations inside, and the state that lies there."""
+        graph, none = Graph(), (None,) * count
+        made = {x: k for k, eqn in enumerate(self.eqns) for x in eqn.outvars}
+        state: dict[Var, Hashable] = {}
+        for k, eqn in enumerate(self.eqns):
+            if k in mixing:
+                graph.edge(k, graph.outside, NEVER)
+            elif k in self._of_matrices:
+                graph.edge(graph.inside, k, NEVER)
+        for x, new in self.new.items():
+            of_x = axes.get(x, none)
+            may = of_x == axes.get(new, none) and not {x, new} & merged
+            lies = may and None not in of_x and _types_alike(x, new)
+            answer = lies and self.lying.lies(
+                x, of_x, self.lead, axes.get(self.lead, none)
+            )
+            if answer is False:
+                continue
+            state[x] = node = ("state", x)
+            graph.edge(node, graph.outside, 1)  # Of equal costs it is elsewhere.
+            if answer is None:
+                graph.edge(graph.inside, node, NEVER)
+        new_of = {new: state[x] for x, new in self.new.items() if x in state}
+        after = self._after_matrices()
+        latency = _SHARE * min(1 << 14, nbytes(self.lead) // 4)
+        for k in after:
+            if jaxprs.name_of(self.eqns[k]) in versions.REDUCTIONS:
+                # Of parts it needs a collective of its own.
+                size = sum(map(nbytes, self.eqns[k].outvars))
+                graph.edge(graph.inside, k, 2 * _SHARE * size + latency)
+        for x in self.variables:
+            maker = state.get(x, made.get(x, graph.outside))
+            readers: list[Hashable] = [
+                graph.outside if k < 0 else k for k in self.readers[x]
+            ]
+            if x in self.new.values():
+                readers.append(new_of.get(x, graph.outside))
+            cost = NEVER if x in merged else _SHARE * nbytes(x)
+            out = cost if None not in axes.get(x, none) else NEVER
+            if maker in range(self.num_free):  # Others compute it, too.
+                out = 0
+            graph.value(x, maker, readers, cost, out)
+        cut = graph.cut()
+        inside = frozenset(k for k in range(len(self.eqns)) if k in cut)
+        return inside, [x for x, node in state.items() if node in cut]
+
+
+# Of equal costs something else decides.
+_SHARE = 1 << 12
+
+
+def _renamed(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
+    """The same equation of other variables."""
+    atoms = [names.get(x, x) if jaxprs.is_variable(x) else x for x in eqn.invars]
+    return eqn.replace(invars=atoms)
+
+
+def _types_alike(x: Var, y: Var) -> bool:
+    a, b = x.aval, y.aval
+    return (shape_of(x), a.dtype) == (shape_of(y), b.dtype)
 
 
 def matrices(core: MatrixCore) -> Matrices:
-    """The axes along which a core has matrices, and its program for one of them."""
-    return _matrices(_Program(core.program))
+    """The program of a core for one matrix."""
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        env = dict(zip(core.reads, args, strict=True))
+        jaxprs.advance(core.eqns, env)
+        return [env[x] for x in core.makes]
+
+    program = _traced(run, *(x.aval for x in core.reads))
+    reads = [list[int | None]() for _ in core.reads]
+    makes = [list[int | None]() for _ in core.makes]
+    count = len(next(iter(core.axes.values()), ()))
+
+    def divide(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
+        nonlocal program
+        try:
+            program = _for_one(program, before, after)
+        except MixedSlicesError:
+            return False
+        for axes, axis in zip((*reads, *makes), (*before, *after), strict=True):
+            axes.append(axis)
+        return True
+
+    for n in range(count):
+        divide(
+            [core.axes[x][n] for x in core.reads], [core.axes[x][n] for x in core.makes]
+        )
+    while any(divide(*found) for found in _further(program)):
+        pass
+    key = equality.of_program(program)
+    return Matrices(program, tuple(map(tuple, reads)), tuple(map(tuple, makes)), key)
 
 
-class _Program:
-    """A program, as a key: it is equal to equal ones."""
-
-    def __init__(self, program: ClosedJaxpr) -> None:
-        self.program, self.key = program, equality.of_program(program)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Program) and self.key == other.key
-
-    def __hash__(self) -> int:
-        return hash(self.key)
-
-
-@functools.lru_cache(maxsize=256)
-def _matrices(of: _Program) -> Matrices:
-    program = longest = of.program
-    axes: list[int] = []
-    shape = shape_of(program.in_avals[0])
-    while True:
-        found = len(axes)
-        for axis, size in enumerate(shape):
-            if axis in axes or size < 2:
-                continue
-            one = _for_one(program, axis)
-            if one is not None:
-                longest, program, axes = program, one, [*axes, axis]
-        if len(axes) == found:
-            last = axes[-1] if axes else None
-            return Matrices(tuple(sorted(axes)), program, longest, last)
+def _further(
+    program: ClosedJaxpr,
+) -> Iterator[tuple[list[int | None], list[int | None]]]:
+    """Axes of matrices that are seen when others have one entry."""
+    jaxpr = program.jaxpr
+    lead = max(jaxpr.invars, key=nbytes)
+    for axis, size in enumerate(shape_of(lead)):
+        if size < 2:
+            continue
+        followed = Followed(lead, axis)
+        try:
+            followed.follow(jaxpr.eqns, range(len(jaxpr.eqns)))
+        except MixedError:
+            continue
+        along = followed.along()
+        found = [along.get(x) for x in (*jaxpr.invars, *jaxpr.outvars)]
+        made = found[len(jaxpr.invars) :]
+        if all(made) and all(one is None or one.entries == 1 for one in found):
+            axes = [None if one is None else one.axis for one in found]
+            yield axes[: len(jaxpr.invars)], axes[len(jaxpr.invars) :]
 
 
-def _for_one(program: ClosedJaxpr, axis: int) -> ClosedJaxpr | None:
-    """The program for one entry along an axis; None if it mixes entries."""
-    array, *constants = program.in_avals
-    shape = shape_of(array)
-    one = array.update(shape=(*shape[:axis], 1, *shape[axis + 1 :]))
-    try:
-        return _traced(functools.partial(_results, program, axis), one, *constants)
-    except MixedSlicesError:
-        return None
+def _for_one(
+    program: ClosedJaxpr,
+    before: Sequence[int | None],
+    after: Sequence[int | None],
+) -> ClosedJaxpr:
+    """The program for one entry along an axis of its arguments.
 
+    Raises:
+      MixedSlicesError: it mixes entries, or its results do not have that axis.
+    """
+    types = list(program.in_avals)
+    lengths = {types[k].shape[a] for k, a in enumerate(before) if a is not None}
+    if len(lengths) != 1 or None in after:
+        raise MixedSlicesError("there is no such axis")
+    source = Source(lengths.pop(), 1)
+    kinds = [None if a is None else Kind(source, Along(a)) for a in before]
+    ends = [Kind(source, Along(a)) for a in after if a is not None]
 
-def _results(
-    program: ClosedJaxpr, axis: int, x: jax.Array, *constants: jax.Array
-) -> jax.Array:
-    """The result of a program for some entries along an axis."""
-    source = Source(shape_of(program.in_avals[0])[axis], x.shape[axis])
-    kind = Kind(source, Along(axis))
-    (y,) = Evaluator(_POLICY).results(program, [Slices(x, kind), *constants])
-    if not isinstance(y, Slices) or y.kind != kind:
-        raise MixedSlicesError("its result has no such matrices")
-    return y.array
+    def one(*arrays: jax.Array) -> list[jax.Array]:
+        pairs = zip(arrays, kinds, strict=True)
+        given = [x if kind is None else Slices(x, kind) for x, kind in pairs]
+        found = Evaluator(_POLICY).results(program, given)
+        if any(
+            getattr(y, "kind", None) != end for y, end in zip(found, ends, strict=True)
+        ):
+            raise MixedSlicesError("its results have no such matrices")
+        return [y.array for y in found]
 
-
-def _run(program: ClosedJaxpr, *args: jax.Array) -> jax.Array:
-    (y,) = jaxprs.run(program.jaxpr, [*program.consts, *args])
-    return y
+    for k, a in enumerate(before):
+        if a is not None:
+            shape = types[k].shape
+            types[k] = types[k].update(shape=(*shape[:a], 1, *shape[a + 1 :]))
+    return _traced(one, *types)
 
 
 @contextlib.contextmanager
@@ -465,7 +697,7 @@ def tracing() -> Iterator[None]:
         yield
 
 
-def _traced(f: Callable[..., jax.Array], *types: Any) -> ClosedJaxpr:
+def _traced(f: Callable[..., list[jax.Array]], *types: Any) -> ClosedJaxpr:
     with tracing():
         return jax.make_jaxpr(f)(*types)
 
@@ -498,16 +730,8 @@ def _names_after(
     return {x: tuple(y) for x, y in found.items() if any(y)}
 
 
-def _union(known: Mapping[Var, Indices], variables: Collection[Var]) -> Indices:
-    """The union of some sets; of equal ones it is one of them."""
-    found: Indices = frozenset()
-    for x in variables:
-        if known[x] is not found:
-            found = found | known[x] if found else known[x]
-    return found
-
-
-def _nbytes(x: Var) -> int:
+def nbytes(x: Var) -> int:
+    """The bytes of an array."""
     aval: Any = x.aval
     return math.prod(shape_of(x)) * aval.dtype.itemsize
 

@@ -6,7 +6,7 @@ Their text does not say it: it names a constant of an inner jaxpr without its va
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -18,6 +18,7 @@ from gradxform._jax import jaxprs, versions
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+_SHORT = 32  # Longer values have a digest.
 # Functions of a derivative: each call makes new ones.
 _RULES = frozenset(
     ["bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "jvp_jaxpr_thunk", "out_trees"]
@@ -57,7 +58,9 @@ def of_value(x: object) -> Hashable:
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.extended):
         return str(x.dtype), of_value(jax.random.key_data(x))
     array = np.asarray(x)
-    digest = hashlib.sha256(array.tobytes()).digest()
+    digest = array.tobytes()
+    if len(digest) > _SHORT:
+        digest = hashlib.sha256(digest).digest()
     return _Value(array.shape, str(array.dtype), digest)
 
 
@@ -66,6 +69,16 @@ def of_equations(
 ) -> Hashable:
     """What is equal for equations that make equal results of what they read."""
     return _Described(with_rules=True).equations(reads, eqns, makes)
+
+
+def of_equation(eqn: JaxprEqn, variable: Callable[[Var], Hashable]) -> Hashable:
+    """What is equal for equations that make equal results of the same variables."""
+    described = _Described(with_rules=True)
+    operands = tuple(
+        variable(x) if jaxprs.is_variable(x) else described.literal(x)
+        for x in eqn.invars
+    )
+    return jaxprs.name_of(eqn), described.params(eqn), operands
 
 
 class _Described(NamedTuple):
@@ -90,7 +103,7 @@ class _Described(NamedTuple):
         def atom(x: Var | Literal) -> Hashable:
             if jaxprs.is_variable(x):
                 return numbers.setdefault(x, len(numbers))
-            return x.aval, of_value(getattr(x, "val", None))
+            return self.literal(x)
 
         found: list[Hashable] = [(atom(x), x.aval) for x in reads]
         for eqn in eqns:
@@ -98,6 +111,10 @@ class _Described(NamedTuple):
             results = tuple((atom(x), x.aval) for x in eqn.outvars)
             found.append((jaxprs.name_of(eqn), self.params(eqn), operands, results))
         return (*found, tuple(map(atom, makes)))
+
+    def literal(self, x: Literal) -> Hashable:
+        """A literal, by its value."""
+        return x.aval, of_value(x.val)
 
     def jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
         """A program, and the values of its constants."""

@@ -1,14 +1,15 @@
 """Equal matrices on a mesh: each device gets some of them whole, and gives them back.
 
-One ``all_to_all`` over all mesh axes that cut a matrix brings its parts together, and
-one takes them back.
+One ``all_to_all`` for each dtype brings the parts of all arrays of the matrices
+together, and one takes back what is made of them. An array of the state that lies where
+its matrices are stays there.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -17,156 +18,382 @@ from jax.sharding import PartitionSpec
 
 from gradxform._matrices import placements
 from gradxform._matrices.placements import AnyMesh, Names
+from gradxform._trees.types import Shape
+
+# For each axis of matrices, such as that of layers, the axis of an array; None if it
+# has no such axis.
+Axes: TypeAlias = tuple[int | None, ...]
 
 
-class Cut(NamedTuple):
-    """How a mesh cuts an array of matrices.
+class Batch(NamedTuple):
+    """How devices share the matrices of one parameter.
 
     Attributes:
-      axes: those along which matrices follow each other.
-      names: the mesh axes that cut each axis.
+      sizes: how many there are along each of their axes.
+      names: the mesh axes that cut these axes from the beginning.
+      shared: those along which devices then share what they have, each with the axis
+        that it cuts; None if they do not divide these axes.
     """
 
-    axes: tuple[int, ...]
+    sizes: tuple[int, ...]
     names: Names
+    shared: tuple[tuple[str, int], ...] | None
+
+    def cut(self, axis: int) -> tuple[str, ...]:
+        """The mesh axes that cut an axis if each device has its matrices alone."""
+        shared = self.shared or ()
+        return *self.names[axis], *(name for name, a in shared if a == axis)
+
+
+class Array(NamedTuple):
+    """An array of the matrices of one parameter, or what is the same for all of them.
+
+    Attributes:
+      axes: those of its matrices.
+      names: the mesh axes that cut each axis.
+      is_there: whether each device has the matrices that it shares, and only those.
+    """
+
+    axes: Axes
+    names: Names
+    is_there: bool = False
 
     @property
     def of_matrix(self) -> Names:
         """The mesh axes that cut each axis of a matrix."""
         return tuple(x for a, x in enumerate(self.names) if a not in self.axes)
 
-    @property
-    def of_batch(self) -> frozenset[str]:
-        """The mesh axes that cut axes of matrices: each device has some of them."""
-        return frozenset(x for a in self.axes for x in self.names[a])
 
-
-class Shares(NamedTuple):
-    """How devices share equal matrices.
+class Core(NamedTuple):
+    """The arrays of the matrices of one parameter.
 
     Attributes:
-      cutting: the mesh axes that cut a matrix, for each of its axes.
-      copying: mesh axes along which devices have the same arrays, and share the work.
-      sizes: of all mesh axes.
+      batch: how devices share the matrices.
+      reads: the arrays that are read; None for what is the same for all matrices of all
+        parameters.
+      makes: those that are made.
     """
 
-    cutting: Names
-    copying: tuple[str, ...]
-    sizes: dict[str, int]
+    batch: Batch
+    reads: tuple[Array | None, ...]
+    makes: tuple[Array, ...]
 
-    def devices(self, names: Sequence[str]) -> int:
-        """The number of devices along these mesh axes."""
-        return math.prod(self.sizes[name] for name in names)
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The mesh axes that cut a matrix, from its first axis on."""
-        return tuple(name for names in self.cutting for name in names)
+def shares(
+    sizes: tuple[int, ...], names: Names, among: Sequence[str], mesh: Mapping[str, int]
+) -> Batch:
+    """How devices along some mesh axes share matrices, if they divide them."""
+    pairs = zip(sizes, names, strict=True)
+    left = [n // math.prod(mesh[name] for name in of) for n, of in pairs]
+    shared: list[tuple[str, int]] = []
+    for name in among:
+        fits = [a for a, n in enumerate(left) if not n % mesh[name]]
+        if not fits:
+            return Batch(sizes, names, None)
+        left[fits[0]] //= mesh[name]
+        shared.append((name, fits[0]))
+    return Batch(sizes, names, tuple(shared))
 
-    @property
-    def all(self) -> tuple[str, ...]:
-        """The mesh axes along which devices share the work."""
-        return *self.copying, *self.names
 
-    def gathered(self, x: jax.Array) -> jax.Array:
-        """Whole matrices, from the parts of as many that this device has."""
-        if self.copying:
-            copies = self.devices(self.copying)
-            index = jax.lax.axis_index(self.copying)
-            parts = x.reshape(copies, -1, *x.shape[1:])
-            x = jax.lax.dynamic_index_in_dim(parts, index, keepdims=False)
-        if not self.names:
+class Shares:
+    """The exchange among devices that share equal matrices, within a ``shard_map``."""
+
+    def __init__(self, names: Sequence[str], mesh: Mapping[str, int]) -> None:
+        """Among all devices along these mesh axes."""
+        self._names, self._mesh = tuple(names), mesh
+        self._sizes = tuple(mesh[name] for name in names)
+        self.count = math.prod(self._sizes)
+
+    def gathered(
+        self, parts: Sequence[jax.Array], names: Sequence[Names]
+    ) -> list[jax.Array]:
+        """Whole matrices, from the parts of as many for each device.
+
+        Args:
+          parts: arrays (devices, matrices, ...) of parts.
+          names: the mesh axes that cut each axis of these matrices.
+        """
+        cutting = [{n for each in of for n in each} for of in names]
+        used = [n for n in self._names if any(n in of for of in cutting)]
+        sent, away = list[jax.Array](), list[int]()
+        found: dict[int, jax.Array] = {}
+        for k, (x, of) in enumerate(zip(parts, cutting, strict=True)):
+            x = x.reshape(*self._sizes, *x.shape[1:])
+            for axis, name in reversed([*enumerate(self._names)]):
+                if name not in used or not of:  # Devices have the same arrays.
+                    x = _at(x, name, axis)
+            if not of:
+                found[k] = x
+                continue
+            away.append(k)
+            copies = [n for n in used if n not in of]
+            sent.append(self._divided(x, used, copies))
+        received = self._exchanged(sent, used)
+        for k, x in zip(away, received, strict=True):
+            found[k] = self._joined(x, used, names[k], parts[k].shape[1:])
+        return [found[k] for k in range(len(parts))]
+
+    def _divided(
+        self, x: jax.Array, used: Sequence[str], copies: Sequence[str]
+    ) -> jax.Array:
+        """(devices, ...): of the copies of a part each device sends an equal share."""
+        rest = x.shape[len(used) :]
+        x = x.reshape(-1, *rest)
+        if not copies:
             return x
-        x = jax.lax.all_to_all(x, self.names, 0, 0, tiled=True)
-        factors = list(map(self.devices, self.cutting))
-        x = x.reshape(*factors, -1, *x.shape[1:])
-        count, order = len(factors), [len(factors)]
+        count = math.prod(self._mesh[n] for n in copies)
+        x = x.reshape(len(x), -1)
+        x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % count)))
+        return _at(x.reshape(len(x), count, -1), tuple(copies), 1)
+
+    def _joined(
+        self, x: jax.Array, used: Sequence[str], names: Names, shape: Shape
+    ) -> jax.Array:
+        """The inverse of :meth:`_divided` after the exchange: whole matrices."""
+        order = [n for of in names for n in of]
+        copies = [n for n in used if n not in order]
+        sizes = [self._mesh[n] for n in used]
+        rest = (-1,) if copies else shape
+        x = x.reshape(*sizes, *rest)
+        first = [used.index(n) for n in (*order, *copies)]
+        x = x.transpose(*first, *range(len(used), x.ndim))
+        factors = [math.prod(self._mesh[n] for n in of) for of in names]
+        if copies:
+            x = x.reshape(math.prod(factors), -1)[:, : math.prod(shape)]
+        x = x.reshape(*factors, *shape)
+        count, axes = len(factors), [len(factors)]
         for axis in range(count):
-            order += [axis, count + 1 + axis]
-        x = x.transpose(order)
-        pairs = zip(factors, x.shape[2::2], strict=True)
-        return x.reshape(-1, *(factor * size for factor, size in pairs))
+            axes += [axis, count + 1 + axis]
+        whole = (n * m for n, m in zip(factors, shape[1:], strict=True))
+        return x.transpose(axes).reshape(shape[0], *whole)
 
-    def given_back(self, x: jax.Array) -> jax.Array:
-        """Parts of all matrices, from the whole ones that this device has."""
-        factors = list(map(self.devices, self.cutting))
-        pairs = zip(factors, x.shape[1:], strict=True)
-        split = [n for factor, size in pairs for n in (factor, size // factor)]
-        x = x.reshape(len(x), *split)
-        count = len(factors)
-        first = range(1, 2 * count, 2)
-        x = x.transpose(*first, 0, *(axis + 1 for axis in first))
-        x = x.reshape(math.prod(factors), *x.shape[count:])
-        copies = self.devices(self.copying)
-        x = jnp.broadcast_to(x, (copies, *x.shape))
-        x = x.reshape(-1, *x.shape[3:])
-        return jax.lax.all_to_all(x, self.all, 0, 0, tiled=True) if self.all else x
+    def given_back(
+        self, arrays: Sequence[jax.Array], names: Sequence[Names]
+    ) -> list[jax.Array]:
+        """(devices, matrices, ...): parts of all, from whole ones of this device."""
+        sent, shapes = [], []
+        for x, of in zip(arrays, names, strict=True):
+            factors = [math.prod(self._mesh[n] for n in each) for each in of]
+            pairs = [*zip(factors, x.shape[1:], strict=True)]
+            x = x.reshape(len(x), *(n for f, m in pairs for n in (f, m // f)))
+            first = range(1, 2 * len(factors), 2)
+            x = x.transpose(*first, 0, *(axis + 1 for axis in first))
+            shape = x.shape[len(factors) :]
+            order = [n for each in of for n in each]
+            x = x.reshape(*(self._mesh[n] for n in order), *shape)
+            inside = [n for n in self._names if n in order]
+            axes = [order.index(n) for n in inside]
+            x = x.transpose(*axes, *range(len(axes), x.ndim))
+            others = [k for k, n in enumerate(self._names) if n not in order]
+            x = jnp.broadcast_to(jnp.expand_dims(x, others), (*self._sizes, *shape))
+            sent.append(x.reshape(-1, *shape))
+            shapes.append(shape)
+        received = self._exchanged(sent, self._names)
+        pairs = zip(received, shapes, strict=True)
+        return [x.reshape(self.count, *shape) for x, shape in pairs]
+
+    def _exchanged(
+        self, sent: Sequence[jax.Array], names: Sequence[str]
+    ) -> list[jax.Array]:
+        """What devices send each other; arrays of one dtype go together."""
+        if not names:
+            return [*sent]
+        by_dtype: dict[object, list[int]] = {}
+        for k, x in enumerate(sent):
+            by_dtype.setdefault(x.dtype, []).append(k)
+        received = [*sent]
+        for members in by_dtype.values():
+            arrays = [sent[k] for k in members]
+            if len(arrays) == 1:
+                (x,) = arrays
+            else:
+                x = jnp.concatenate([x.reshape(len(x), -1) for x in arrays], 1)
+            x = jax.lax.all_to_all(x, tuple(names), 0, 0, tiled=True)
+            start = 0
+            for k in members:
+                if len(members) == 1:
+                    received[k] = x
+                    continue
+                size = math.prod(sent[k].shape[1:])
+                received[k] = x[:, start : start + size]
+                start += size
+        return received
 
 
-# (matrices, *constants) -> results for each of them
-OfWhole: TypeAlias = Callable[..., jax.Array]
+def _at(x: jax.Array, names: str | tuple[str, ...], axis: int) -> jax.Array:
+    """What belongs to this device along mesh axes."""
+    index = jax.lax.axis_index(names)
+    return jax.lax.dynamic_index_in_dim(x, index, axis, keepdims=False)
+
+
+# (whether arrays are the same for all matrices, arrays) -> results for each matrix
+OfWhole: TypeAlias = Callable[[Sequence[bool], Sequence[jax.Array]], list[jax.Array]]
 
 
 @functools.lru_cache(maxsize=256)  # Without `jit` each step calls it again.
 def on_whole(
-    f: OfWhole, cuts: tuple[Cut, ...], mesh: AnyMesh
-) -> Callable[..., list[jax.Array]]:
-    """A function that applies ``f`` to the matrices of some arrays, whole ones.
+    f: OfWhole, cores: tuple[Core, ...], names: tuple[str, ...], mesh: AnyMesh
+) -> Callable[..., list[list[jax.Array]]]:
+    """A function that applies ``f`` to the matrices of some cores, whole ones.
 
-    It gets the arrays and the constants. The results lie as the arrays do. The cuts
-    give equal matrices, cut alike.
+    It gets the arrays of each core, and what is the same for all matrices. It returns
+    what each core makes. Devices along the mesh axes ``names`` share the matrices.
     """
-    specs, sizes = [placements.spec_of(cut.names) for cut in cuts], dict(mesh.shape)
+    specs = [
+        [placements.spec_of(x.names) for x in core.reads if x is not None]
+        for core in cores
+    ]
+    ends = [[placements.spec_of(x.names) for x in core.makes] for core in cores]
+    there = [[x for x in core.reads if x is not None] for core in cores]
 
     def local(
-        arrays: Sequence[jax.Array], constants: Sequence[jax.Array]
-    ) -> list[jax.Array]:
-        pairs = [*zip(arrays, cuts, strict=True)]
-        batches = [jnp.moveaxis(x, cut.axes, range(len(cut.axes))) for x, cut in pairs]
-        flat = [
-            x.reshape(-1, *x.shape[len(cut.axes) :])
-            for x, cut in zip(batches, cuts, strict=True)
+        arrays: Sequence[Sequence[jax.Array]], same: Sequence[jax.Array]
+    ) -> list[list[jax.Array]]:
+        shares, pack = Shares(names, mesh.shape), _Pack(cores, names, mesh.shape)
+        columns = list[jax.Array]()
+        away = dict[int, Names]()
+        for n, column in enumerate(zip(*there, strict=True)):
+            columns.append(pack.packed([x[n] for x in arrays], column))
+            if not column[0].is_there:
+                away[n] = column[0].of_matrix
+        found = shares.gathered([columns[n] for n in away], [*away.values()])
+        for n, x in zip(away, found, strict=True):
+            columns[n] = x
+        given, constants = iter(columns), iter(same)
+        are_same = [x is None for x in cores[0].reads]
+        made = f(are_same, [next(constants if x else given) for x in are_same])
+        away = {n: x.of_matrix for n, x in enumerate(cores[0].makes) if not x.is_there}
+        back = shares.given_back([made[n] for n in away], [*away.values()])
+        for n, x in zip(away, back, strict=True):
+            made[n] = x
+        rows = [
+            pack.unpacked(x, [core.makes[n] for core in cores])
+            for n, x in enumerate(made)
         ]
-        x = jnp.concatenate(flat)
-        shares = _shares(cuts[0], len(x), sizes)
-        whole = shares.gathered(_padded(x, shares.devices(shares.all)))
-        parts = shares.given_back(f(whole, *constants))
-        results, start = [], 0
-        for x, y, cut in zip(batches, flat, cuts, strict=True):
-            part = parts[start : start + len(y)].reshape(x.shape)
-            results.append(jnp.moveaxis(part, range(len(cut.axes)), cut.axes))
-            start += len(y)
-        return results
+        return [list(each) for each in zip(*rows, strict=True)]
 
     return jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,
             in_specs=(specs, PartitionSpec()),
-            out_specs=specs,
+            out_specs=ends,
             check_vma=False,
         )
     )
+
+
+class _Pack:
+    """The matrices of several parameters one after another, for each device."""
+
+    def __init__(
+        self, cores: Sequence[Core], names: Sequence[str], mesh: Mapping[str, int]
+    ) -> None:
+        self._batches = [core.batch for core in cores]
+        self._names, self._mesh = tuple(names), mesh
+        self._sizes = tuple(mesh[name] for name in names)
+        self._count = math.prod(self._sizes)
+
+    def _local(self, batch: Batch) -> list[int]:
+        """How many matrices a device has along each of their axes."""
+        pairs = zip(batch.sizes, batch.names, strict=True)
+        return [n // math.prod(self._mesh[x] for x in of) for n, of in pairs]
+
+    def _split(self, batch: Batch) -> tuple[list[int], list[int]]:
+        """The sizes of the axes of matrices, each with its devices in front of it.
+
+        And the order of these axes in which devices come first.
+        """
+        shared, sizes = dict(batch.shared or ()), list[int]()
+        at, rest = dict[str, int](), list[int]()
+        for axis, size in enumerate(self._local(batch)):
+            for name in (n for n in self._names if shared.get(n) == axis):
+                at[name] = len(sizes)
+                sizes.append(self._mesh[name])
+                size //= self._mesh[name]
+            rest.append(len(sizes))
+            sizes.append(size)
+        return sizes, [*(at[name] for name in self._names), *rest]
+
+    def packed(self, arrays: Sequence[jax.Array], kinds: Sequence[Array]) -> jax.Array:
+        """(devices, matrices, ...), or (matrices, ...) if each device has its own."""
+        even, uneven = list[jax.Array](), list[jax.Array]()
+        for x, kind, batch in zip(arrays, kinds, self._batches, strict=True):
+            x = _in_front(x, kind.axes)
+            count = len(kind.axes)
+            if kind.is_there:
+                sizes, order = self._split(batch)
+                local = [sizes[k] for k in sorted(order[len(self._names) :])]
+                x = jnp.broadcast_to(x, (*local, *x.shape[count:]))
+                even.append(x.reshape(-1, *x.shape[count:]))
+                continue
+            shape = x.shape[count:]
+            x = jnp.broadcast_to(x, (*self._local(batch), *shape))
+            if batch.shared is None:
+                uneven.append(x.reshape(-1, *shape))
+                continue
+            sizes, order = self._split(batch)
+            x = x.reshape(*sizes, *shape)
+            x = x.transpose(*order, *range(len(order), x.ndim))
+            even.append(x.reshape(self._count, -1, *shape))
+        if kinds[0].is_there:
+            return jnp.concatenate(even) if len(even) > 1 else even[0]
+        if uneven:
+            x = jnp.concatenate(uneven) if len(uneven) > 1 else uneven[0]
+            x = _padded(x, self._count)
+            even.append(x.reshape(self._count, -1, *x.shape[1:]))
+        return jnp.concatenate(even, 1) if len(even) > 1 else even[0]
+
+    def unpacked(self, x: jax.Array, kinds: Sequence[Array]) -> list[jax.Array]:
+        """The arrays of each parameter again."""
+        found, start, rest = dict[int, jax.Array](), 0, list[int]()
+        pairs = [*zip(kinds, self._batches, strict=True)]
+        for n, (kind, batch) in enumerate(pairs):
+            if batch.shared is None:
+                rest.append(n)
+                continue
+            sizes, order = self._split(batch)
+            devices = len(self._names)
+            local = [sizes[k] for k in order[devices:]]
+            size, axis = math.prod(local), 0 if kind.is_there else 1
+            y = jax.lax.slice_in_dim(x, start, start + size, axis=axis)
+            start += size
+            shape = x.shape[axis + 1 :]
+            if kind.is_there:
+                y = y.reshape(*local, *shape)
+            else:
+                y = y.reshape(*(sizes[k] for k in order), *shape)
+                back = [order.index(k) for k in range(len(order))]
+                y = y.transpose(*back, *range(len(order), y.ndim))
+                y = y.reshape(*self._local(batch), *shape)
+            found[n] = _back(y, kind.axes)
+        if rest:
+            y = x[:, start:].reshape(-1, *x.shape[2:])
+            start = 0
+        for n in rest:
+            kind, batch = pairs[n]
+            local = self._local(batch)
+            size = math.prod(local)
+            part = y[start : start + size].reshape(*local, *y.shape[1:])
+            found[n] = _back(part, kind.axes)
+            start += size
+        return [found[n] for n in range(len(pairs))]
+
+
+def _in_front(x: jax.Array, axes: Axes) -> jax.Array:
+    """With the axes of matrices in front: one entry if it has no such axis."""
+    there = [axis for axis in axes if axis is not None]
+    x = jnp.moveaxis(x, there, range(len(there)))
+    return jnp.expand_dims(x, [k for k, axis in enumerate(axes) if axis is None])
+
+
+def _back(x: jax.Array, axes: Axes) -> jax.Array:
+    there = [axis for axis in axes if axis is not None]
+    assert len(there) == len(axes)
+    return jnp.moveaxis(x, range(len(there)), there)
 
 
 def _padded(x: jax.Array, count: int) -> jax.Array:
     """With copies of the first matrix, so that each device gets as many."""
     missing = -len(x) % count
     return jnp.concatenate([x, jnp.broadcast_to(x[:1], (missing, *x.shape[1:]))])
-
-
-def _shares(cut: Cut, count: int, sizes: dict[str, int]) -> Shares:
-    """How devices share a number of matrices.
-
-    A mesh axis of copies takes part if each device then has fewer of them.
-    """
-    cutting = tuple(tuple(n for n in x if sizes[n] > 1) for x in cut.of_matrix)
-    shares = Shares(cutting, (), sizes)
-    used = {*shares.names, *cut.of_batch}
-    devices = shares.devices(shares.names)
-    for name, size in sizes.items():
-        # Matrices of a device, with this axis and without it.
-        if name not in used and -(-count // (devices * size)) < -(-count // devices):
-            shares = shares._replace(copying=(*shares.copying, name))
-            devices *= size
-    return shares

@@ -35,12 +35,14 @@ class Placements(NamedTuple):
       mesh: on which devices; None if nothing says it.
       names: what cuts a leaf, by its index.
       types: the shardings of leaves whose types say them.
+      known: the leaves whose types say it, or arrays that are there.
       is_one_device: whether all leaves lie on one device, and no type says on which.
     """
 
     mesh: AnyMesh | None
     names: Mapping[int, Names]
     types: Mapping[int, NamedSharding]
+    known: frozenset[int] = frozenset()
     is_one_device: bool = False
 
 
@@ -55,11 +57,13 @@ def found(args: Args, shardings: Prefix[jax.sharding.Sharding] | None) -> Placem
     shapes = {path[1:]: np.shape(x) for path, x in jax.tree.leaves_with_path(args[:2])}
     types: dict[int, NamedSharding] = {}
     places: dict[int, NamedSharding] = {}
-    is_unknown = False
+    is_unknown, known = False, set[int]()
     for n, (path, x) in enumerate(jax.tree.leaves_with_path(args)):
         if not is_array(x):
             continue
         sharding: Any = jax.typeof(x).sharding
+        if not isinstance(x, jax.core.Tracer) or sharding.mesh.explicit_axes:
+            known.add(n)
         if sharding.mesh.explicit_axes:
             types[n] = sharding
         in_updates_or_params = path[0] in (jax.tree_util.SequenceKey(k) for k in (0, 1))
@@ -80,12 +84,12 @@ def found(args: Args, shardings: Prefix[jax.sharding.Sharding] | None) -> Placem
     meshes = [x.mesh for x in (*types.values(), *places.values())]
     if (is_unknown and not given) or not meshes:
         is_one = jax.device_count() == 1 or not is_unknown or bool(given)
-        return Placements(None, {}, {}, is_one)
+        return Placements(None, {}, {}, is_one_device=is_one)
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
     names = {n: _names(x, ndims[n]) for n, x in places.items() if x.mesh.shape == sizes}
     is_one = meshes[0].size == 1 and not types
-    return Placements(meshes[0], names, types, is_one)
+    return Placements(meshes[0], names, types, frozenset(known), is_one)
 
 
 def _given(

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
@@ -18,16 +18,15 @@ from jax.sharding import NamedSharding
 from gradxform._checks import arguments
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, programs, versions
-from gradxform._matrices import cores, equality, exchange, placements
-from gradxform._matrices.cores import Matrices, MatrixCore, NoCoreError
-from gradxform._matrices.exchange import Cut
+from gradxform._matrices import cores, exchange, placements
+from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
 from gradxform._trees.extra_args import with_any_extra_args
 from gradxform._trees.types import Prefix
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Var
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
 
 _UNKNOWN = (
     "whole_matrices needs shardings here: where arrays are traced, automatic axes do "
@@ -123,19 +122,11 @@ def whole_matrices(
             _check_whole(inner, args, names)
         elif not placed.is_one_device:
             step = CutStep.of(inner, args)
-            if step.update.parts:
+            if step.update.of_matrices:
                 return step.on(placed)
         return inner.update(updates, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(inner.init, update_fn)
-
-
-class Group(NamedTuple):
-    """Cores that do the same with equal matrices, which are cut alike."""
-
-    matrices: Matrices
-    cores: list[MatrixCore]
-    cuts: list[Cut]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +139,7 @@ class CutStep:
       closed: the update, as a function of these arrays.
       structure: that of the results.
       replaces: for each result the index of the leaf that it replaces, or -1.
+      num_updates: how many of the first leaves are updates.
     """
 
     leaves: Sequence[Any]
@@ -156,6 +148,7 @@ class CutStep:
     update: cores.TracedUpdate
     structure: Any
     replaces: Sequence[int]
+    num_updates: int
 
     @classmethod
     def of(cls, inner: optax.GradientTransformationExtraArgs, args: Args) -> CutStep:
@@ -180,58 +173,38 @@ class CutStep:
         replaces = [*range(start), *range(end, end + len(jax.tree.leaves(state)))]
         if structure != jax.tree.structure((updates, state)):
             replaces = [-1] * structure.num_leaves
-        update = cores.TracedUpdate(closed.jaxpr)
-        return cls(leaves, given, closed, update, structure, replaces)
+        update = cores.TracedUpdate(closed)
+        return cls(leaves, given, closed, update, structure, replaces, start)
 
     def on(self, placed: Placements) -> tuple[optax.Updates, optax.OptState]:
         """The results of the step on a mesh."""
         if placed.mesh is None:
             raise ValueError(_UNKNOWN)
         arrays = [*self.closed.consts, *(self.leaves[n] for n in self.given)]
-        uncut, found = self._uncut(placed), list[MatrixCore]()
-        for part in self.update.parts:
-            try:
-                found.append(self.update.core(part))
-            except NoCoreError as error:
-                if not uncut.issuperset(error.reads):
-                    raise
-        pairs = [*zip(self.closed.jaxpr.invars, self.given, strict=True)]
-        names = {x: placed.names[n] for x, n in pairs if n in placed.names}
-        names = self.update.names(names, found, placed.mesh.shape)
-        groups = self._groups(found, names)
-        run = functools.partial(self.run, groups=groups)
+        sizes = {name: n for name, n in placed.mesh.shape.items() if n > 1}
+        layout = Layout.of(self.update, self._arguments(placed), sizes)
+        run = functools.partial(self.run, groups=layout.groups())
         if placed.types:
             meshes.check_parts("updates", self.leaves, ())
-            results = self._typed(arrays, run, names, placed.types)
+            results = self._typed(arrays, run, layout.names, placed.types)
         else:
             results = run(arrays, mesh=placed.mesh)
         return jax.tree.unflatten(self.structure, results)
 
-    def _groups(
-        self, found: Sequence[MatrixCore], names: Mapping[Var, Names]
-    ) -> list[Group]:
-        """Equal cores."""
-        consts = zip(self.closed.jaxpr.constvars, self.closed.consts, strict=True)
-        values = {x: equality.of_value(y) for x, y in consts}
-        groups: dict[object, Group] = {}
-        for core in found:
-            of_core = cores.matrices(core)
-            x, *constants = core.reads
-            cut = Cut(of_core.axes, names.get(x) or ((),) * len(shape_of(x)))
-            program = equality.of_program(of_core.program)
-            same = [values.get(x, x) for x in constants]
-            key = program, of_core.axes, cut.of_matrix, cut.of_batch, *same
-            group = groups.setdefault(key, Group(of_core, [], []))
-            group.cores.append(core)
-            group.cuts.append(cut)
-        return [*groups.values()]
-
-    def _uncut(self, placed: Placements) -> set[Var]:
-        """The variables that are known to be whole on each device."""
-        jaxpr = self.closed.jaxpr
-        pairs = zip(jaxpr.invars, self.given, strict=True)
-        uncut = [x for x, n in pairs if not any(placed.names.get(n, [True]))]
-        return self.update.made_of([*uncut, *self.update.free])
+    def _arguments(self, placed: Placements) -> Arguments:
+        """The variables of arguments, and where they lie."""
+        outvars = self.closed.jaxpr.outvars
+        variables = dict(zip(self.given, self.closed.jaxpr.invars, strict=True))
+        names = {x: placed.names[n] for n, x in variables.items() if n in placed.names}
+        pairs = [*zip(outvars, self.replaces, strict=True)]
+        pairs = [(y, n) for y, n in pairs if jaxprs.is_variable(y) and n in variables]
+        return Arguments(
+            names,
+            frozenset(x for n, x in variables.items() if n in placed.known),
+            {variables[n]: y for y, n in pairs if n >= self.num_updates},
+            tuple(x for n, x in variables.items() if n < self.num_updates),
+            {y: variables[n] for y, n in pairs},
+        )
 
     def _typed(
         self,
@@ -251,8 +224,9 @@ class CutStep:
         typed = self.update.descendants(
             x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes
         )
-        outside, _ = self.update.around(typed, ())
-        jaxprs.advance(outside, env)
+        eqns = self.update.equations
+        outside = [eqn for eqn in eqns if typed.isdisjoint(eqn.outvars)]
+        jaxprs.advance(jaxprs.needed(outside, jaxpr.outvars), env)
         shardings: dict[int, NamedSharding] = {}
         for k, x in jaxprs.among(jaxpr.outvars, typed).items():
             replaced = self.replaces[k]
@@ -286,29 +260,43 @@ class CutStep:
         """The results, with groups one after another."""
         jaxpr, env = self.closed.jaxpr, self._env(arrays)
         of_groups = [core for group in groups for core in group.cores]
-        before, after = self.update.around(
-            [core.makes for core in of_groups],
-            [x for core in of_groups for x in core.reads],
+        inside = frozenset().union(*(core.indices for core in of_groups))
+        levels = {id(eqn): self.update.levels[n] for n, eqn in self._numbered(inside)}
+        outside = jaxprs.needed(
+            [eqn for _, eqn in self._numbered(inside)],
+            [*jaxpr.outvars, *(x for core in of_groups for x in core.reads)],
         )
-        jaxprs.advance(before, env)
         last: list[jax.Array] = []
-        for group in groups:
-            last = _run_group(group, env, last, mesh)
-        jaxprs.advance(after, env)
+        for level in sorted({*levels.values(), *(core.level for core in of_groups)}):
+            jaxprs.advance([eqn for eqn in outside if levels[id(eqn)] == level], env)
+            for group in groups:
+                if group.cores[0].level == level:
+                    last = _run_group(group, env, last, mesh)
         return jaxprs.read(env, jaxpr.outvars)
+
+    def _numbered(self, inside: Collection[int]) -> list[tuple[int, JaxprEqn]]:
+        """The equations that are in no core."""
+        return [(n, e) for n, e in enumerate(self.update.equations) if n not in inside]
 
 
 def _run_group(
     group: Group, env: dict[Var, Any], last: list[jax.Array], mesh: AnyMesh
 ) -> list[jax.Array]:
     """Adds the results of some cores to the values; they wait for the last ones."""
-    arrays = [env[core.reads[0]] for core in group.cores]
-    constants = [env[x] for x in group.cores[0].reads[1:]]
+    first = group.layouts[0].reads
+    arrays = [
+        [env[x] for x, kind in zip(core.reads, first, strict=True) if kind is not None]
+        for core in group.cores
+    ]
+    pairs = zip(group.cores[0].reads, first, strict=True)
+    same = [env[x] for x, kind in pairs if kind is None]
     arrays, _ = compilers.barrier((arrays, last))
-    on_whole = exchange.on_whole(group.matrices.results, tuple(group.cuts), mesh)
-    results = on_whole(arrays, constants)
-    env.update((core.makes, y) for core, y in zip(group.cores, results, strict=True))
-    return results
+    layouts = tuple(group.layouts)
+    f = exchange.on_whole(group.matrices.results, layouts, group.names, mesh)
+    results = f(arrays, same)
+    for core, made in zip(group.cores, results, strict=True):
+        env.update(zip(core.makes, made, strict=True))
+    return [x for made in results for x in made]
 
 
 def _uncut(x: Any) -> jax.ShapeDtypeStruct:

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard, TypeVar, overload
+from typing import (
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    overload,
+)
 
 import jax
 import jax.numpy as jnp
@@ -32,15 +42,16 @@ Tables = Sequence[str] | Callable[[str], bool]
 # The offsets of a table's readings, or the gradients of their rows, by its index.
 Offsets: TypeAlias = dict[int, list[jax.Array]]
 
+P = ParamSpec("P")
 Value = TypeVar("Value")
 Value_co = TypeVar("Value_co", covariant=True)
 
 
-class ValueAndGrad(Protocol[Value_co]):
+class ValueAndGrad(Protocol[P, Value_co]):
     """What :func:`value_and_grad` returns without tables."""
 
     def __call__(
-        self, params: Params, *batch: object, **kwargs: object
+        self, params: Params, /, *batch: P.args, **kwargs: P.kwargs
     ) -> tuple[Value_co, Params]: ...
 
 
@@ -89,12 +100,18 @@ def lookup(
 
 @overload
 def value_and_grad(
-    loss_fn: Callable[..., Value], *, tables: tuple[()] = (), has_aux: bool = False
-) -> ValueAndGrad[Value]: ...
+    loss_fn: Callable[Concatenate[Any, P], Value],
+    *,
+    tables: tuple[()] = (),
+    has_aux: bool = False,
+) -> ValueAndGrad[P, Value]: ...
 @overload
 def value_and_grad(
-    loss_fn: Callable[..., Value], *, tables: Tables, has_aux: bool = False
-) -> Callable[..., tuple[Value, Any]]: ...
+    loss_fn: Callable[Concatenate[Any, P], Value],
+    *,
+    tables: Tables,
+    has_aux: bool = False,
+) -> Callable[Concatenate[Any, P], tuple[Value, Any]]: ...
 def value_and_grad(
     loss_fn: Callable[..., Any], *, tables: Tables = (), has_aux: bool = False
 ) -> Callable[..., tuple[Any, Any]]:
@@ -162,7 +179,7 @@ def value_and_grad(
         versions.before_tracing()
 
     def wrapped(
-        params: optax.Params, *batch: object, **kwargs: object
+        params: optax.Params, /, *batch: object, **kwargs: object
     ) -> tuple[Any, optax.Updates]:
         check_no_gradients("params", params)
         flat, treedef = jax.tree.flatten_with_path(params, is_leaf=_is_part)
@@ -206,7 +223,7 @@ class LossOfRows(NamedTuple):
 
     loss: Callable[[dict[int, Any], Offsets], tuple[Any, tuple[Any, readings.Ids]]]
     offsets: Offsets
-    tables: dict[int, readings.Source]
+    tables: dict[int, readings.WholeOrRows]
 
     @classmethod
     def of(
@@ -266,9 +283,9 @@ def _is_part(node: object) -> TypeGuard[TableRows]:
 
 def _select(
     is_named: Callable[[str], bool], paths: Sequence[str], leaves: dict[int, Any]
-) -> dict[int, readings.Source]:
+) -> dict[int, readings.WholeOrRows]:
     """The leaves that are named, or parts of a table, by their index."""
-    named: dict[int, readings.Source] = {}
+    named: dict[int, readings.WholeOrRows] = {}
     for i, leaf in leaves.items():
         if not _is_part(leaf) and not is_named(paths[i]):
             continue
@@ -283,7 +300,7 @@ def _select(
 
 
 def _slices(
-    ids: list[jax.Array], rows: list[jax.Array], table: readings.Source
+    ids: list[jax.Array], rows: list[jax.Array], table: readings.WholeOrRows
 ) -> IndexedSlices:
     """The gradient of a table; ``rows`` are the gradients of the rows at ``ids``."""
     row = table.shape[1:]

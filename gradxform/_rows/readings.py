@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 # A whole table, or rows of one.
-Source: TypeAlias = jax.Array | TableRows
+WholeOrRows: TypeAlias = jax.Array | TableRows
 # (index of a table, rows of a reading) -> the rows that the loss gets
 OnRows = Callable[[int, jax.Array], jax.Array]
 # The ids of all readings of each table, by its index.
@@ -58,7 +58,7 @@ class _Table(LeafVariable):
       array: the table, before its equations.
     """
 
-    array: Source
+    array: WholeOrRows
 
     def refuse(self, how: str) -> NoReturn:
         raise TypeError(_HOW.format(self.path, how))
@@ -76,7 +76,7 @@ _HOW = (
 def trace(
     loss_fn: Callable[[dict[int, Any], dict[int, Any]], Any],
     dense: dict[int, Any],
-    tables: dict[int, Source],
+    tables: dict[int, WholeOrRows],
     paths: Sequence[str],
 ) -> tuple[Callable[[dict[int, Any], OnRows], tuple[Any, Ids]], Types]:
     """``loss_fn(dense, tables)`` as a function of ``dense`` and ``on_rows``; row types.
@@ -97,7 +97,7 @@ def trace(
         return [x for t, x in zip(is_traced, leaves, strict=True) if t]
 
     whole = {i: _whole(x) for i, x in tables.items()}
-    closed = programs.placed(jax.make_jaxpr(arrays)(dense, whole))
+    closed = programs.with_placements(jax.make_jaxpr(arrays)(dense, whole))
     treedef, is_traced, rest = returned
 
     def run(dense: dict[int, Any], on_rows: OnRows) -> tuple[Any, Ids]:
@@ -287,7 +287,7 @@ def _wide(ids: jax.Array) -> jax.Array:
     return ids.astype(np.int32) if ids.dtype.itemsize < 4 else ids
 
 
-def _whole(table: Source) -> jax.Array | jax.ShapeDtypeStruct:
+def _whole(table: WholeOrRows) -> jax.Array | jax.ShapeDtypeStruct:
     """The table as the loss sees it."""
     if not isinstance(table, TableRows):
         return table

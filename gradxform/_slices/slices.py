@@ -28,18 +28,18 @@ import numpy as np
 
 from gradxform._devices import host
 from gradxform._jax import jaxprs, programs, versions
-from gradxform._jax.programs import Program
+from gradxform._jax.programs import InnerProgram
 from gradxform._jax.versions import Op
 from gradxform._numbers import arithmetic
 from gradxform._slices.rules import RULES, Along, after, is_made, resized, shape_of
 from gradxform._trees import maps
-from gradxform._trees.types import Path, PyTree
+from gradxform._trees.types import ByIndex, Path, PyTree
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 # An equation, after those that it is inside of, each by its ``id``.
-Place: TypeAlias = tuple[int, ...]
+EquationPath: TypeAlias = tuple[int, ...]
 
 
 class MixedSlicesError(TypeError):
@@ -123,8 +123,6 @@ class Missing(NamedTuple):
 
 # An array without slices, a literal, or one of the classes above.
 Value: TypeAlias = Any
-# Arrays of some values, by their positions.
-ByIndex: TypeAlias = dict[int, jax.Array]
 
 
 class Policy(NamedTuple):
@@ -152,11 +150,11 @@ class Notes(NamedTuple):
 
     Attributes:
       scalars: the results of equations that have no larger ones.
-      parts: equations that add up all slices, and the part of those that are there.
+      contributions: equations that add up all slices, and what those there give.
     """
 
-    scalars: dict[Place, list[jax.Array]]
-    parts: dict[Place, tuple[JaxprEqn, jax.Array]]
+    scalars: dict[EquationPath, list[jax.Array]]
+    contributions: dict[EquationPath, tuple[JaxprEqn, jax.Array]]
 
 
 class WholeProgram(NamedTuple):
@@ -192,18 +190,25 @@ def trace_whole(
     types = {i: described(i, x) for i, x in inputs.items()}
     with jax.disable_jit(False):  # Otherwise it would unroll loops.
         closed, results = jax.make_jaxpr(call, return_shape=True)(types)
-    return WholeProgram(programs.placed(closed), jax.tree.structure(results))
+    return WholeProgram(programs.with_placements(closed), jax.tree.structure(results))
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """Evaluates equations for the slices that are there.
 
+    With one pass ``noted`` and ``notes`` stay empty. An example of two is a clip by the
+    norm of all layers: in the first pass each layer adds its sum of squares to
+    ``notes.contributions``. The total is ``noted`` in the second pass.
+
     Attributes:
       policy: the rules of this use alone.
-      noted: the results of some equations, which a first pass has found out.
-      notes: of a first pass. Effects wait for the second one.
-      at: the place of the equation that this part of a program is inside of.
+      noted: results of equations that a first pass has found out. A second pass takes
+        them from here, and does not evaluate these equations.
+      notes: a first pass writes here what it finds out, and the caller hands it to the
+        second pass as ``noted``. Effects wait for the second one. None: there is
+        no second pass, or this is it.
+      at: the equation that it is inside of.
       first: int32[] for each source, the index of its first slice that is there.
         Others follow it. Without it nobody knows the indices of slices.
       made: deferred results that are there already, as slices or, for None, whole. One
@@ -211,16 +216,18 @@ class Evaluator:
     """
 
     policy: Policy
-    noted: Mapping[Place, list[jax.Array]] = dataclasses.field(default_factory=dict)
+    noted: Mapping[EquationPath, list[jax.Array]] = dataclasses.field(
+        default_factory=dict
+    )
     notes: Notes | None = None
-    at: Place = ()
+    at: EquationPath = ()
     first: Mapping[Source, jax.Array] = dataclasses.field(default_factory=dict)
     made: dict[tuple[Deferred, Kind | None], Any] = dataclasses.field(
         default_factory=dict
     )
 
     def results(
-        self, closed: ClosedJaxpr | Program, inputs: Sequence[Value]
+        self, closed: ClosedJaxpr | InnerProgram, inputs: Sequence[Value]
     ) -> list[Value]:
         """The results of a jaxpr; some of them may be missing, as some inputs are."""
         consts = [Constant(x) if shape_of(x) else x for x in closed.consts]
@@ -249,12 +256,12 @@ class Evaluator:
 
     def apply(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
         """The results of an equation."""
-        place = self._place(eqn)
-        if place in self.noted:
-            return self.noted[place]
+        path = self._path(eqn)
+        if path in self.noted:
+            return self.noted[path]
         results = self._attempt(name, inputs, eqn)
         if self.notes is not None and all(map(_is_scalar, results)):
-            self.notes.scalars[place] = results
+            self.notes.scalars[path] = results
         return results
 
     def _attempt(self, name: str, inputs: list[Value], eqn: JaxprEqn) -> list[Value]:
@@ -303,7 +310,7 @@ class Evaluator:
         if kind.along.axis < 0:
             if self.notes is not None:
                 (part,) = versions.bind(eqn, operands)
-                self.notes.parts[self._place(eqn)] = eqn, part
+                self.notes.contributions[self._path(eqn)] = eqn, part
             results = self.policy.add_up(eqn, kinds, operands)
             return self._mixes(eqn) if results is None else results
         eqn = resized(name, eqn, kind.along, kind.source.present)
@@ -407,7 +414,7 @@ class Evaluator:
         how = "in its results" if eqn is None else f"by {jaxprs.place(eqn)}"
         raise MixedSlicesError(f"its update may mix {self.policy.slice}s, {how}")
 
-    def _place(self, eqn: JaxprEqn) -> Place:
+    def _path(self, eqn: JaxprEqn) -> EquationPath:
         return *self.at, id(eqn)
 
     def _inside(self, eqn: JaxprEqn, branch: int = 0) -> Evaluator:
@@ -513,7 +520,11 @@ class Evaluator:
     ) -> tuple[list[Value], list[Value]]:
         """The first carry of a loop, like the carry that its steps give.
 
-        The results of a step are returned, too, without their arrays.
+        A carry may begin without slices and get some: in ``x = 0; x += row`` the zero
+        has none, and the sum has one for each row. JAX wants one type for both. So the
+        step is traced, and the carry becomes like its result, until nothing changes.
+        Values only go from less to more: from an array to slices, to a missing value.
+        So it ends. The results of a step are returned, too, without their arrays.
         """
         carry, after = list(map(jaxprs.as_array, carry, eqn.outvars)), list[Value]()
 
@@ -661,8 +672,8 @@ class Evaluator:
         return dataclasses.replace(self, notes=None)._custom_jvp(eqn, inputs)
 
     def _device_put(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
-        """Arrays stay where they are, unless a place is named: that of whole ones."""
-        if any(place is not None for place in eqn.params["devices"]):
+        """Arrays stay where they are, unless it says where whole ones should lie."""
+        if any(device is not None for device in eqn.params["devices"]):
             self._mixes(eqn)
         return inputs
 
@@ -682,7 +693,7 @@ class Evaluator:
         rebuild, held = self._inside(eqn)._rebuilt()
 
         def results(
-            inside: Evaluator, program: ClosedJaxpr | Program, *arrays: jax.Array
+            inside: Evaluator, program: ClosedJaxpr | InnerProgram, *arrays: jax.Array
         ) -> list[Value]:
             each = before * (len(arrays) // len(before))
             values = inside.results(program, list(map(_of_kind, arrays, each)))

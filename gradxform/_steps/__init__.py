@@ -2,7 +2,6 @@
 
 - ``apply``: ``apply_updates``; ``apply_gradients``, which puts a gate around the whole
   step; and ``minimize``, which makes all of it one compiled function.
-- ``abstract_state``: where a new state lies, before it is made.
 - ``donation``: copies shared arrays before they are donated.
 - ``local_steps``: many such steps of one worker, and their total change of the
   parameters as a pseudo-gradient.

@@ -94,15 +94,17 @@ def apply_gradients(
       state: the state of ``tx``.
       params: the parameters. A part of a table, :class:`TableRows`, is a table of its
         own here, and its state is the state of its rows.
-      **extra: extra arguments of ``tx``, such as ``local_step``.
+      **extra: extra arguments of ``tx``, such as ``local_step``. Nobody has to read
+        ``value``, ``grad`` and ``value_fn``.
 
     Returns:
       ``(params, state)``, dtypes and shapes as given.
 
     Raises:
       TypeError: ``grads`` and ``params`` differ in structure or shape (the message
-        names the first such path); or ``tx`` has an ``optax.lookahead``: its parameters
-        have another structure than the gradients.
+        names the first such path); nothing in ``tx`` reads an extra argument; or ``tx``
+        has an ``optax.lookahead``: its parameters have another structure than the
+        gradients.
       ValueError: no leaf has a gradient.
 
     References:
@@ -158,12 +160,8 @@ def _on_device(
         return gate.step(tx, grads, state, arrays, extra, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=loss, given=given)
-    try:
-        with boundary.explained(grads):
-            new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
-    except AttributeError:  # Another state has other fields.
-        structures.check_own_state(state, jax.eval_shape(tx.init, arrays))
-        raise
+    with boundary.explained(grads):
+        new, state = gate.step(tx, grads, state, arrays, extra, applies=True)
     if arrays is not params:
         new = table_rows.with_rows(params, new)
     return cast(Params, new), state
@@ -190,8 +188,8 @@ def minimize(
     results lie; the page on sharding pins them.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or with ``has_aux``
-        ``(scalar, aux)``.
+      loss_fn: ``loss_fn(params, *batch, **keywords)`` returns a scalar, or with
+        ``has_aux`` ``(scalar, aux)``.
       tx: any ``optax.GradientTransformation``.
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn: a tree of bools, a prefix of the parameters'
@@ -199,11 +197,12 @@ def minimize(
         gradient is computed, and their state stays as it is.
       tables: which parameters get row-sparse gradients; see :func:`value_and_grad`.
       layers: paths of parameters, or of trees of them, such as ``"decoder/layers"``.
-        They are stacks: one ``jax.lax.scan`` of the loss goes over each of them, as in
+        They are stacks: a ``jax.lax.scan`` of the loss goes over each of them, as in
         models with ``flax.linen.scan`` or ``flax.nnx.scan``. Nothing else reads them
         that gives the loss a derivative by them. The backward pass applies ``tx`` to
         each layer as soon as its gradient is known, or adds it to the sum of
-        :func:`accumulate`. So no array holds the gradients of all layers. It computes
+        :func:`accumulate`. So no array holds the gradients of all layers, but for a
+        stack that learns in several scans: its gradient is one array. It computes
         each layer again, as with ``jax.checkpoint``. The numbers are those of the step
         without ``layers``. The update of a layer may read this layer, its index, the
         loss and scalars, but no other layer and no gradient of another parameter. It
@@ -221,17 +220,26 @@ def minimize(
         valid, and each step needs room for new ones.
 
     Returns:
-      ``step(params, state, *batch, **extra) -> (params, state, loss[, aux])``, jitted.
-      ``state`` begins as ``tx.init(params)``. ``extra`` are extra arguments for ``tx``,
-      such as ``local_step``. ``tx`` also receives the loss as ``value``, if its
-      ``update`` takes it.
+      ``step(params, state, *batch, **keywords) -> (params, state, loss[, aux])``,
+      jitted. ``state`` begins as ``tx.init(params)``. A keyword that the loss names
+      goes to the loss, any other to ``tx``, such as ``local_step``, and one that both
+      name goes to both; a loss with ``**kwargs`` takes all that no gate names. What is
+      no array in a keyword of the loss is static, leaf by leaf: each value of a flag, a
+      string or a function has a program of its own, and a number is an array.
+
+      ``tx`` also receives the loss as ``value``, its gradient as ``grad``, and the loss
+      of this batch as a function of the parameters, ``value_fn``, if its ``update``
+      takes them. Line searches and ``optax.lbfgs`` need all three. By layers there is
+      only ``value``.
 
     Raises:
       ValueError: no parameter is trainable; ``tables`` or ``layers`` names no
         parameter; ``tables`` names one that is not trainable; or ``layers`` names one
-        that no single ``scan`` goes over with a derivative.
-      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; or it mixes
-        ``layers``, as a clip by the norm of all gradients does without ``two_passes``.
+        that something else than a ``scan`` reads with a derivative.
+      TypeError: as :func:`value_and_grad`; ``tx`` is no transformation; it mixes
+        ``layers``, as a clip by the norm of all gradients does without ``two_passes``,
+        or needs ``grad`` or ``value_fn`` with ``layers``; a keyword is read by nobody,
+        or holds what is no array and has no hash; or the batch holds what is no array.
 
     References:
       ``tf.train.Optimizer.minimize``, where ``trainable`` is ``var_list``.
@@ -254,6 +262,15 @@ def minimize(
     >>> step = gx.minimize(loss_fn, optax.sgd(0.01), layers=["layers"], donate=False)
     >>> new, _, loss = step(params, optax.sgd(0.01).init(params), 1.0)
     >>> assert loss == 25 and jnp.allclose(new["layers"], jnp.array([0.4, 1.7, 2.8]))
+
+    >>> def loss_fn(params, x, *, mask, train):
+    ...     errors = (x * params["w"] - 1) ** 2 if train else abs(x * params["w"] - 1)
+    ...     return jnp.sum(errors * mask)
+    >>> tx, params = gx.accumulate(optax.sgd(0.1), 1), {"w": jnp.array(3.0)}
+    >>> step = gx.minimize(loss_fn, tx, donate=False)
+    >>> args = params, tx.init(params), jnp.array([1.0, 2.0])
+    >>> of_loss = {"mask": jnp.array([0.0, 1.0]), "train": True}
+    >>> assert step(*args, **of_loss, weight=8.0)[2] == 25.0
     """
     arguments.check_flags(donate=donate, two_passes=two_passes)
     step = training_step(
@@ -265,14 +282,7 @@ def minimize(
         layers=layers,
         two_passes=two_passes,
     )
-    jitted = keywords.Jitted(
-        step,
-        trees=2,
-        keeps_bools=keeps_bools(loss_fn, tx),
-        donate_argnums=(0, 1) if donate else (),
-    )
-    compiled = Donating(jitted, tx, params_too=True) if donate else jitted
-    return cast(Step[P], compiled)
+    return cast(Step[P], compiled(step, loss_fn, tx, (0, 1) if donate else ()))
 
 
 def training_step(
@@ -290,7 +300,6 @@ def training_step(
     layered.check_paths(layers)
     if tables or layers:
         versions.before_tracing()
-
     takes = Words.of(loss_fn, skipped=1)
 
     def step(
@@ -302,9 +311,9 @@ def training_step(
     ) -> tuple[Any, ...]:
         structures.check_no_lookahead(params, state)
         learning = learning_leaves(trainable, params)
-        _check_tables(tables, learning, params)
-        stacked = layered.paths_of(layers, params)
         named = keywords.named_by(tx, state)
+        _check_tables(tables, learning, params, named)
+        stacked = layered.paths_of(layers, params)
         of_loss, extra = keywords.routed(words, takes, named)
 
         def loss(learning: optax.Params) -> Any:  # As `loss_fn`.
@@ -331,34 +340,60 @@ def training_step(
                 return *host.to_memory_of(tuple(new), (params, state)), *result
 
             return tpu.with_bytes(by_layer, learning, params, state)
-        given, params = params, host.to_device(params)
-        gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
-        value, grads = gradient(host.to_device(learning))
-        value, aux = (value[0], value[1:]) if has_aux else (value, ())
-        own = {"value": value, "grad": grads}
-        own["value_fn"] = _value_fn(loss, params, {*extra, *named}, has_aux=has_aux)
-        extra = {**accepted_kwargs(tx, own), **extra}
-        params, state = _on_device(tx, grads, params, state, extra, (), takes)
-        return host.to_memory_of(params, given), state, value, *aux
+        trees = learning, params, state
+        return _at_once(loss, tx, tables, trees, extra, takes, has_aux=has_aux)
 
     return step
 
 
-def keeps_bools(
-    loss_fn: Callable[..., Any], tx: optax.GradientTransformation
-) -> Callable[[str, tuple[Any, ...]], bool]:
-    """Whether bools in a keyword of a step are arrays: those of ``tx`` alone are.
+def _at_once(
+    loss: Callable[[optax.Params], Any],
+    tx: optax.GradientTransformation,
+    tables: Tables,
+    trees: tuple[optax.Params, optax.Params, optax.OptState],
+    extra: dict[str, Any],
+    takes: Words,
+    *,
+    has_aux: bool,
+) -> tuple[Any, ...]:
+    """The step of :func:`minimize` for all layers at once.
 
-    So ``last`` of :func:`accumulate` makes no second program.
+    ``trees`` are the trainable parameters, all of them, and the state.
+    """
+    learning, given, state = trees
+    params, words = host.to_device(given), {*extra, *keywords.named_by(tx, state)}
+    gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
+    value, grads = gradient(host.to_device(learning))
+    value, aux = (value[0], value[1:]) if has_aux else (value, ())
+    value_fn = _value_fn(loss, params, words, has_aux=has_aux)
+    own = {"value": value, "grad": grads, "value_fn": value_fn}
+    extra = {**accepted_kwargs(tx, own), **extra}
+    params, state = _on_device(tx, grads, params, state, extra, (), takes)
+    return host.to_memory_of(params, given), state, value, *aux
+
+
+def compiled(
+    step: Callable[..., Any],
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    donated: tuple[int, ...],
+) -> keywords.Jitted | Donating:
+    """A jitted step, to which arguments with these numbers are donated.
+
+    Bools in a keyword for ``tx`` alone are arrays. So ``last`` of :func:`accumulate`
+    makes no second program.
     """
     takes = Words.of(loss_fn, skipped=1)
 
-    def is_of_tx(name: str, args: tuple[Any, ...]) -> bool:
+    def keeps_bools(name: str, args: tuple[Any, ...]) -> bool:
         if name in takes.names or not takes.others:
             return name not in takes.names
         return name in keywords.named_by(tx, args[1])
 
-    return is_of_tx
+    jitted = keywords.Jitted(
+        step, trees=2, keeps_bools=keeps_bools, donate_argnums=donated
+    )
+    return Donating(jitted, tx, params_too=0 in donated) if donated else jitted
 
 
 def _value_fn(
@@ -423,8 +458,23 @@ def learning_leaves(
     return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
 
 
-def _check_tables(tables: Tables, learning: optax.Params, params: optax.Params) -> None:
-    """Raises ``ValueError`` if a table is not trainable, or parameters on the host."""
+def _check_tables(
+    tables: Tables,
+    learning: optax.Params,
+    params: optax.Params,
+    named: Collection[str],
+) -> None:
+    """Raises if a table cannot get a row-sparse gradient here.
+
+    Raises:
+      TypeError: the transformation reads a dense gradient: it names ``grad``.
+      ValueError: a table is not trainable, or parameters lie on the host.
+    """
+    if tables and "grad" in named:
+        raise TypeError(
+            "tables get row-sparse gradients, and this transformation reads dense ones "
+            "as grad, as a line search does. Leave out tables."
+        )
     on_host = [path for path, p in maps.leaves_with_path(params) if host.is_on_host(p)]
     if tables and on_host:
         raise ValueError(

@@ -14,8 +14,7 @@ from gradxform._devices import host
 from gradxform._gates.conditional import typed_cond
 from gradxform._jax import versions
 from gradxform._rows import boundary
-from gradxform._steps.apply import P, Step, keeps_bools, learning_leaves, training_step
-from gradxform._steps.donation import Donating
+from gradxform._steps.apply import P, Step, compiled, learning_leaves, training_step
 from gradxform._trees import dtypes, maps
 from gradxform._trees.extra_args import Words
 from gradxform._trees.types import Prefix
@@ -52,8 +51,8 @@ def local_steps(
     next. The pulled parameters stay valid.
 
     Args:
-      loss_fn: ``loss_fn(params, *batch)`` returns a scalar, or ``(scalar, aux)`` if
-        ``has_aux`` is set.
+      loss_fn: ``loss_fn(params, *batch, **keywords)`` returns a scalar, or ``(scalar,
+        aux)`` if ``has_aux`` is set.
       tx: the local optimizer, any ``optax.GradientTransformation``.
       has_aux: as in ``jax.value_and_grad``.
       trainable: which parameters learn, as in :func:`minimize`. The pseudo-gradient of
@@ -65,13 +64,16 @@ def local_steps(
         The memory of ``params`` is never reused.
 
     Returns:
-      ``steps(params, state, *batches, num_steps=None, **extra) -> (grads, state,
+      ``steps(params, state, *batches, num_steps=None, **keywords) -> (grads, state,
       losses[, aux])``, jitted. ``params`` are the pulled parameters, and ``state``
       begins as ``tx.init(params)``. Each leaf of ``batches`` has a first axis of length
       H, and ``loss_fn`` sees one entry of it at each step. ``losses`` and ``aux`` have
       this axis, too. ``grads`` has the shapes and dtypes of ``params``. The difference
-      is computed in at least float32, and rounded once. ``extra`` is as in
-      :func:`minimize`.
+      is computed in at least float32, and rounded once.
+
+      Keywords are those of :func:`minimize`. A keyword of the loss has an axis of steps
+      in front, as the batches have; what is static is the same in each step, and so is
+      a keyword of ``tx``.
 
       Each H needs a program of its own. If H changes often, use ``num_steps`` instead,
       an int32 scalar. It says how many of the H steps to take. The batches after them
@@ -82,7 +84,8 @@ def local_steps(
       ValueError: there are no batches; a leaf of them has no entry, or not as many as
         the others; no parameter is trainable; a state that is donated lies on the host.
       TypeError: ``params`` holds :class:`IndexedSlices`; ``num_steps`` is not an
-        integer; ``tx`` is not a transformation.
+        integer; ``tx`` is not a transformation; nobody reads a keyword, or the batches
+        hold what is no array.
 
     References:
       Stich, `Local SGD converges fast and communicates little
@@ -125,12 +128,8 @@ def local_steps(
         of_loss, extra = keywords.routed(words, takes, keywords.named_by(tx, state))
         statics, arrays = keywords.divided(of_loss)
         length, params = _length(batches, arrays), host.to_device(params)
-        if donate and any(map(host.is_on_host, jax.tree.leaves(state))):
-            # JAX would give their memory to the pseudo-gradients.
-            raise ValueError(
-                "local_steps cannot donate a state in the host's memory: pass "
-                "donate=False, or a state that was not given to on_host."
-            )
+        if donate:
+            _check_donated(state)
         indices: Any = None  # Steps have indices, int32[H], only for `num_steps`.
         if num_steps is not None:
             arguments.check_scalar("num_steps", num_steps, integer=True)
@@ -159,14 +158,17 @@ def local_steps(
         grads = maps.map_updates(_difference, learning, trained)
         return grads, state, *result
 
-    jitted = keywords.Jitted(
-        steps,
-        trees=2,
-        keeps_bools=keeps_bools(loss_fn, tx),
-        donate_argnums=(1,) if donate else (),
-    )
-    compiled = Donating(jitted, tx, params_too=False) if donate else jitted
-    return cast(Step[P], compiled)
+    return cast(Step[P], compiled(steps, loss_fn, tx, (1,) if donate else ()))
+
+
+def _check_donated(state: optax.OptState) -> None:
+    """Raises ``ValueError`` for a state on the host."""
+    if any(map(host.is_on_host, jax.tree.leaves(state))):
+        # JAX would give their memory to the pseudo-gradients.
+        raise ValueError(
+            "local_steps cannot donate a state in the host's memory: pass "
+            "donate=False, or a state that was not given to on_host."
+        )
 
 
 def _difference(pulled: jax.Array, trained: jax.Array) -> jax.Array:

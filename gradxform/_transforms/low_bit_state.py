@@ -187,8 +187,9 @@ def low_bit_state(
             return updates, LowBitState(state.scales, new)
         old, structure = maps.flatten(state.inner_state)
         pairs = zip(state.scales, old, strict=True)
-        wide = jax.tree.unflatten(structure, [_decoded(*pair) for pair in pairs])
-        updates, new = inner.update(updates, wide, params, **extra)
+        with structures.own_state(state, init_fn, params):
+            wide = jax.tree.unflatten(structure, [_decoded(*pair) for pair in pairs])
+            updates, new = inner.update(updates, wide, params, **extra)
         up_to = structure.flatten_up_to  # type: ignore[attr-defined]
         entries = zip(state.scales, old, up_to(new), strict=True)
         return updates, _state(structure, [_again(*entry) for entry in entries])

@@ -172,9 +172,10 @@ def master_weights(
         updates = boundary.summed_rows(updates)
         wide = maps.map_leaves(_held, updates, params, state.residual)
         try:
-            updates, inner_state = inner.update(
-                updates, state.inner_state, wide, **extra
-            )
+            with structures.own_state(state, init_fn, params):
+                updates, inner_state = inner.update(
+                    updates, state.inner_state, wide, **extra
+                )
         except (TypeError, ValueError) as error:
             boundary.raise_if_refused(error, _TAKES_NO_ROWS, updates)
             raise

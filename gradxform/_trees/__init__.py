@@ -10,7 +10,7 @@ device, so a transformation need not know about the kinds.
 - ``dtypes``: dtypes to calculate in, and numbers in them.
 - ``placeholders``: whose state a leaf of a state is, as ``init`` shows it.
 - ``states``: a mark on the class of a state, as that of a gate; finds gates.
-- ``extra_args``: which extra arguments a transformation takes.
+- ``extra_args``: which keywords a function and a transformation take.
 - ``links``: a transformation from a function of its updates, or of its state too.
 
 Nothing here imports another subpackage.

@@ -13,7 +13,7 @@ needs more: see ``_rows.boundary``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import jax
@@ -33,6 +33,10 @@ from gradxform._trees.types import (
 )
 
 Sparse = TypeVar("Sparse", bound=SparseLeaf)
+
+
+# The keys of children of dicts and sequences.
+_CONTAINED = jax.tree_util.DictKey, jax.tree_util.SequenceKey
 
 
 def is_leaf(node: object) -> bool:
@@ -190,8 +194,9 @@ def param(p: jax.typing.ArrayLike | jax.ShapeDtypeStruct) -> Param:
 def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     """One value of the prefix tree for each leaf of ``tree``; ``None`` stays.
 
-    Values are found by path, so a dict may describe an NNX state. The prefix may be a
-    function of ``tree``. A tree without leaves comes back unchanged: in
+    Values are found by path, so a dict may describe an NNX state. A value may also be
+    alone in a box, as in a tree made from an NNX state by ``jax.tree.map``. The prefix
+    may be a function of ``tree``. A tree without leaves comes back unchanged: in
     ``optax.tree.map_params`` one such node stands for all parameters.
 
     Raises:
@@ -200,6 +205,7 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
     if not jax.tree.leaves(tree):
         return tree
     values = dict(leaves_with_path(prefix_of(prefix, tree)))
+    boxed = _boxed(values)
 
     def value(path: Path, x: Leaf) -> T | optax.MaskedNode | None:
         if not has_gradient(x):
@@ -207,9 +213,25 @@ def broadcast(prefix: Prefix[T], tree: PyTree[Leaf]) -> PyTree[T]:
         for end in range(len(path) + 1):
             if path[:end] in values:
                 return values[path[:end]]
+        if len(inside := boxed.get(path, [])) == 1:
+            return inside[0]
         raise LookupError(path)
 
     return map_with_path(value, tree)
+
+
+def _boxed(values: Mapping[Path, T]) -> dict[Path, list[T]]:
+    """The values within each node that is no dict and no sequence, by its path.
+
+    A box, such as Flax's that name mesh axes and haliax's named arrays, has one value.
+    """
+    found: dict[Path, list[T]] = {}
+    for path, value in values.items():
+        for n in reversed(range(len(path))):
+            if isinstance(path[n], _CONTAINED):
+                break
+            found.setdefault(path[:n], []).append(value)
+    return found
 
 
 def matching(

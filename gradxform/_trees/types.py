@@ -64,3 +64,6 @@ Path: TypeAlias = tuple[Hashable, ...]
 Shape: TypeAlias = tuple[int, ...]
 # Ids of rows, by the path of their table.
 Rows: TypeAlias = Mapping[str, jax.typing.ArrayLike]
+
+# Arrays by the index of their leaf, or by their position.
+ByIndex: TypeAlias = dict[int, jax.Array]

@@ -73,7 +73,13 @@ def ending(run: WorkerPool, checkpoint: Checkpoint | None) -> Iterator[None]:
                     error.add_note(f"{_outcome(step, checkpoint)}.")
             raise
         run.rest()
-        step = run.save() if checkpoint else None
+        try:
+            step = run.save() if checkpoint else None
+        except Exception as error:
+            if not told:
+                raise
+            logger.error("terminated: no checkpoint was written: %s", summary(error))
+            raise Terminated from error
         if told:
             terminated(step, checkpoint)
 

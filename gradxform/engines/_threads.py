@@ -137,8 +137,10 @@ class _Threads(WorkerPool):
         """Ends all threads; leaves those behind that do not end in time."""
         # `join` takes no inf.
         wait = min(float(self._join_timeout), threading.TIMEOUT_MAX / 2)
-        if isinstance(self._last_word, KeyboardInterrupt):
-            wait = min(wait, LOOK)  # Ctrl-C ends a run at once.
+        limit = f"after join_timeout={self._join_timeout} seconds"
+        if isinstance(self._last_word, KeyboardInterrupt) and wait > LOOK:
+            # Ctrl-C ends a run at once.
+            wait, limit = LOOK, f"{LOOK} seconds after Ctrl-C"
         super().close()
         self.rest()
         self.server.close()
@@ -148,8 +150,5 @@ class _Threads(WorkerPool):
                 thread.join(max(0.0, deadline - time.monotonic()))
         busy = [str(i) for i, thread in self.workers.items() if thread.is_alive()]
         if busy:
-            logger.warning(
-                "worker %s: still busy after join_timeout=%s seconds, so left behind",
-                ", ".join(busy),
-                self._join_timeout,
-            )
+            names = ", ".join(busy)
+            logger.warning("worker %s: still busy %s, so left behind", names, limit)

@@ -235,7 +235,7 @@ def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
     assert run.counts()[:7] == (5, 5, 0, 0, 0, 0, 0)
 
 
-def test_ctrl_c_does_not_wait_for_a_worker_that_is_stuck(blocked):
+def test_ctrl_c_does_not_wait_for_a_worker_that_is_stuck(blocked, caplog):
     blocked.at_once = True
     before = time.monotonic()
 
@@ -249,6 +249,8 @@ def test_ctrl_c_does_not_wait_for_a_worker_that_is_stuck(blocked):
     with pytest.raises(KeyboardInterrupt):
         interrupt()
     assert time.monotonic() - before < 50
+    (said,) = caplog.messages
+    assert said.startswith("worker 0: still busy 0.5 seconds after Ctrl-C")
 
 
 def test_a_gradient_computed_twice_is_pushed_once():

@@ -277,6 +277,23 @@ def test_an_error_while_saving_does_not_hide_the_one_before(
     assert said.startswith("no checkpoint was written: OSError: ")
 
 
+def test_a_terminated_run_that_cannot_be_saved_ends_with_one_line(
+    tmp_path, full, caplog
+):
+    full += [OSError(28, "No space left on device")] * 99
+
+    def go():
+        with engines.simulated(training(40), checkpoint=tmp_path) as run:
+            for _ in run.pushes:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    caplog.set_level(logging.WARNING, "gradxform")
+    with pytest.raises(SystemExit, match="143"):
+        go()
+    (said,) = caplog.messages
+    assert said.startswith("terminated: no checkpoint was written: OSError: [Errno 28]")
+
+
 @pytest.mark.slow
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
     engine, tmp_path, full, caplog

@@ -251,6 +251,14 @@ def test_a_transformation_gets_its_extra_arguments(engine):
     fails(engine, job, TypeError, "worker_params")
 
 
+def test_a_word_of_a_worker_that_nobody_reads_ends_the_run(engine):
+    given = worker(extra=lambda params: {"wieght": 2.0})
+    job = make_job([given], 4, gx.accumulate(SGD, 2))
+    match = r"nobody reads the keyword 'wieght'.*Did you mean 'weight'\?"
+    error, _ = fails(engine, job, TypeError, match)
+    assert error.__notes__[-1] == "Raised by worker 0, for its gradient 0."
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("own", [False, True])
 def test_a_gate_gets_the_loss_of_each_push(own):

@@ -56,6 +56,22 @@ def replay(tx, pushes):
     return params
 
 
+def test_a_push_with_a_word_that_nobody_reads_changes_nothing():
+    """What engines give to any transformation needs no reader."""
+    for tx, word, meant in (
+        (optax.sgd(0.1), "wieght", "weight"),
+        (gx.accumulate(optax.sgd(0.1), 2), "weights", "weight"),
+        (gx.drop_stale(optax.sgd(0.1), 1), "wroker", "worker"),
+        (gx.drop_stale(optax.sgd(0.1), 1), "tokens", ""),
+    ):
+        server, grads = server_of(tx), draw(0)
+        hint = rf".*Did you mean '{meant}'\?" if meant else ""
+        with pytest.raises(TypeError, match=rf"reads the keyword '{word}'{hint}"):
+            server.push(grads, 0, **{word: 1.0})
+        assert server.stats().accepted == server.stats().dropped == 0
+        assert server.push(grads, 0, worker=0, value=1.0).staleness == 0
+
+
 @pytest.mark.slow
 def test_thousands_of_pushes_of_eight_threads_equal_a_serial_replay():
     threads, each = 8, 125
@@ -615,9 +631,18 @@ def test_what_is_no_array_for_jax_is_named():
     assert server.stats().accepted == 0
 
 
+def with_note():
+    """SGD, which names a further extra argument."""
+
+    def update(updates, state, params=None, *, note=None):
+        return optax.sgd(1.0).update(updates, state, params)
+
+    return optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update)
+
+
 def test_what_is_an_array_for_jax_is_taken():
     for kind, leaf in EVEN.items():
-        server = server_of(optax.sgd(1.0))
+        server = server_of(gx.drop_stale(with_note(), 1))
         assert server.push(PARAMS, 0, note={"b": [leaf]}).applied
         if kind in ("subclass", "strided"):
             server.push({"w": None, "b": leaf}, 1)

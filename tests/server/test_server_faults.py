@@ -170,7 +170,7 @@ def test_pulled_arrays_may_be_donated(donate):
 def test_a_misfit_is_never_traced():
     traced = []
 
-    def update(updates, state, params=None, **extra):
+    def update(updates, state, params=None, *, wanted=None, **extra):
         traced.append(updates)
         return updates, state
 

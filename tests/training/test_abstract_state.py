@@ -344,7 +344,7 @@ def test_a_state_that_is_not_made_parameter_by_parameter():
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_init_that_reads_a_parameters_shape(name):
-    """Where the state of this one lies is not known."""
+    """It takes no placeholder there, but the state grows with this parameter."""
 
     def init(params):
         return jax.tree.map(jnp.zeros_like, params), jnp.zeros(params[name].shape)
@@ -353,8 +353,95 @@ def test_an_init_that_reads_a_parameters_shape(name):
     like, another = gx.abstract_state(
         optax.GradientTransformation(init, optax.identity().update), params
     )
-    wanted = places(params) | {name: NamedSharding(on(), P())}
-    assert (places(like), another.sharding) == (wanted, wanted[name])
+    assert (places(like), another.sharding) == (places(params), params[name].sharding)
+
+
+FLAGS = {"w": True, "stack": False, "b": True, "s": False}
+
+
+INITS = {
+    "items": lambda p: {k: {"mu": jnp.zeros_like(x)} for k, x in p.items()},
+    "shapes": lambda p: {k: jnp.zeros(x.shape) for k, x in p.items()},
+    "leaves": lambda p: [jnp.zeros_like(x) for x in jax.tree.leaves(p)],
+    "flags": lambda p: jax.tree.map(lambda x, _: jnp.zeros_like(x), p, FLAGS),
+    "zip": lambda p: [
+        (jnp.zeros_like(x), flag)
+        for x, flag in zip(jax.tree.leaves(p), jax.tree.leaves(FLAGS), strict=True)
+    ],
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", INITS)
+def test_whose_a_leaf_is_shows_whatever_the_tree_looks_like(name):
+    """Also beside a sum over all parameters, and beside all of them in one vector."""
+
+    def init(params):
+        flat = jnp.concatenate([x.ravel() for x in jax.tree.leaves(params)])
+        return INITS[name](params), jnp.sum(flat), flat
+
+    params, update = described(on()), optax.identity().update
+    state = gx.abstract_state(optax.GradientTransformation(init, update), params)
+    specs = [x.sharding.spec for x in jax.tree.leaves(state) if x.shape]
+    of_shape = {x.shape: x.sharding.spec for x in params.values()}
+    *alone, flat = [x for x in jax.tree.leaves(state) if x.shape]
+    assert specs == [*(of_shape[x.shape] for x in alone), P()]
+    assert flat.shape == (649,)
+
+
+def test_many_parameters_take_few_traces():
+    """Without placeholders one more for each bit of their number."""
+    calls = []
+
+    def traces(init):
+        calls.clear()
+        tx = optax.GradientTransformation(
+            lambda p: calls.append(1) or init(p), optax.identity().update
+        )
+        params = {f"{i}": HERE for i in range(600)}
+        state = gx.abstract_state(tx, params)
+        assert {x.sharding.spec for x in jax.tree.leaves(state)} == {P("x")}
+        return len(calls)
+
+    assert traces(functools.partial(jax.tree.map, jnp.zeros_like)) <= 3
+    assert traces(INITS["leaves"]) <= 3 + 10
+
+
+def matrices(w):
+    """Factors of the last two axes, a projector, and all entries in one row."""
+    *layers, m, n = w.shape
+    return {
+        "left": jnp.zeros((*layers, m, m)),
+        "right": jnp.zeros((*layers, n, n)),
+        "projector": jnp.zeros((*layers, m, 4)),
+        "flat": jnp.zeros((*layers, m * n)),
+        "blocks": jnp.zeros((*layers, m // 4, n)),
+    }
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("cut", [("x", None), (None, "x"), ("x", "y"), ("y", "x")])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 16), (16, 8), (3, 8, 8), (3, 16, 8)])
+def test_an_axis_is_cut_as_the_one_with_which_it_grows(shape, cut):
+    """A factor of rows as the rows, its second axis not, and none of the columns."""
+    layers = (None,) * (len(shape) - 2)
+    rows, columns = cut
+    params = described(on(), {"w": shape}, {"w": P(*layers, *cut)})
+    tx = optax.GradientTransformation(
+        lambda p: jax.tree.map(matrices, p), optax.identity().update
+    )
+    m = shape[-2]
+    divides = m // 4 % {"x": 4, "y": 2, None: 1}[rows] == 0
+    wanted = {
+        "left": (rows, None),
+        "right": (columns, None),
+        "projector": (rows, None),
+        "flat": (rows,),
+        "blocks": (rows if divides else None, columns),
+    }
+    for name, x in gx.abstract_state(tx, params)["w"].items():
+        expected = NamedSharding(on(), P(*layers, *wanted[name]))
+        assert x.sharding.is_equivalent_to(expected, x.ndim), name
 
 
 def test_weak_types():
@@ -392,7 +479,7 @@ EXPLICIT = NamedSharding(on(AxisType.Explicit), P("x"))
         (
             {"a": np.ones(8, "float32")},
             ValueError,
-            "float32[8] at ['a'], and its sharding is None",
+            "float32[8] at ['a'], and its sharding is None, as it is an array of NumPy",
         ),
         ({"a": 1.0}, ValueError, "at ['a'], and its sharding is None"),
         ({"a": HERE, "b": jnp.ones(8)}, ValueError, "cpu:0 at ['b']."),

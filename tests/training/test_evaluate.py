@@ -92,6 +92,57 @@ def cast_and_turned(params, x):
     return jax.lax.scan(body, x, stack), encode(params, x), decode(params, x)
 
 
+@jax.custom_jvp
+def with_a_derivative(params, x):
+    return decode(params, x)[0]
+
+
+@with_a_derivative.defjvp
+def _(primals, tangents):
+    raise NotImplementedError  # An evaluation has no derivative.
+
+
+@jax.custom_vjp
+def pulled(stack, x):
+    return decode({"decoder": stack}, x)
+
+
+pulled.defvjp(lambda *_: None, lambda *_: None)
+
+
+@program
+def hidden(params, x):
+    """Behind a barrier, times numbers, and in functions with their own derivatives."""
+    late = jax.lax.optimization_barrier((params["decoder"], x + 1))
+    half = jax.tree.map(lambda w: 2.0 - w * 0.5, late[0])
+    clipped = jax.tree.map(lambda w: jnp.maximum(jnp.abs(w), 0.1), params["decoder"])
+    return (
+        decode({"decoder": half}, late[1]),
+        pulled(clipped, x),
+        with_a_derivative(params, x),
+    )
+
+
+@program
+def until_each_ends(params, x):
+    """Of a batch, each example leaves the loop by itself."""
+
+    def one(x):
+        return jax.lax.while_loop(
+            lambda c: (c[1] < 6) & (jnp.sum(c[0] ** 2) < 30),
+            lambda c: (decode(params, c[0])[0] + 0.5, c[1] + 1),
+            (x, 0),
+        )
+
+    return jax.vmap(one)(jnp.stack([x, 2 * x, x / 4]))
+
+
+@program
+def gradients_by_inputs(params, x):
+    """Nothing is differentiated by the layers, so a layer at a time comes, too."""
+    return jax.grad(lambda x: jnp.sum(decode(params, x)[0] ** 2))(x)
+
+
 @program
 def in_groups(params, x):
     groups = jax.tree.map(lambda w: w.reshape(5, 1, *w.shape[1:]), params["decoder"])
@@ -189,6 +240,9 @@ def ends_by_its_layers(params, x):
 
 # Programs that read one of the two stacks.
 ONE = {
+    "hidden": ["decoder"],
+    "until_each_ends": ["decoder"],
+    "gradients_by_inputs": ["decoder"],
     "one_stack": ["decoder"],
     "read_twice": ["decoder"],
     "in_groups": ["decoder"],
@@ -372,6 +426,21 @@ def test_each_layer_calls_the_host_once():
     np.testing.assert_allclose(found, x, rtol=1e-5)
 
 
+@pytest.mark.skipif(losses.OLD, reason="JAX keeps no result in the host's memory")
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_a_gradient_by_layers_on_the_host_is_refused(wrap):
+    """Not one by inputs, and none by the same parameters on the device."""
+    params = gx.on_host(start(), min_size=1)
+    loss = gx.evaluate(lambda p, x: jnp.sum(decode(p, x)[0]), layers=["decoder"])
+    words = (
+        r"gradient by 'decoder/\w+'.*host's memory.*minimize\(loss, tx, layers=...\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        wrap(jax.grad(loss))(params, X)
+    plain = jax.grad(lambda x: jnp.sum(decode(start(), x)[0]))(X)
+    check(wrap(jax.grad(loss, argnums=1))(params, X), plain)
+
+
 def test_arguments_by_keyword_and_no_layers():
     def f(params, x, *, scale):
         return decode(params, x)[0] * scale
@@ -410,6 +479,35 @@ def test_a_stack_whose_layers_are_cut_comes_whole():
         gx.evaluate(f, layers=["w"])({"w": there}, X)
 
 
+def mesh_of_two():
+    return jax.make_mesh((2,), ("x",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+
+def on_devices(stacks, x):
+    """Each device has one row of the batch."""
+    return jax.shard_map(
+        lambda w, x: decode({"decoder": w}, x)[0],
+        mesh=mesh_of_two(),
+        in_specs=(P(), P("x")),
+        out_specs=P("x"),
+        check_vma=False,
+    )(stacks, x)
+
+
+def test_an_evaluation_inside_of_shard_map():
+    """It is the way out that the message names."""
+    params = {"decoder": start()["decoder"]}
+    evaluated = gx.evaluate(lambda p, x: decode(p, x)[0], layers=["decoder"])
+    got = jax.shard_map(
+        evaluated,
+        mesh=mesh_of_two(),
+        in_specs=(P(), P("x")),
+        out_specs=P("x"),
+        check_vma=False,
+    )(params, X)
+    np.testing.assert_allclose(got, decode(params, X)[0], rtol=1e-5, atol=1e-6)
+
+
 ERRORS = {
     "no path": (decode, ["decode"], ValueError, "got 'decode'; there are 'decoder/"),
     "no scan": (
@@ -417,7 +515,20 @@ ERRORS = {
         BOTH,
         ValueError,
         "'decoder/out' is one of layers, but no jax.lax.scan of f goes over its layers."
-        " Leave it out of layers: then it comes whole.",
+        " Leave 'decoder/out' out of layers: then it comes whole.",
+    ),
+    "a product": (
+        lambda p, x: x @ p["decoder"]["up"][0],
+        ["decoder/up"],
+        ValueError,
+        r"its layers: '\w+' .*test_evaluate.py.* takes the whole stack. Leave",
+    ),
+    "a shard_map": (
+        lambda p, x: on_devices(p["decoder"], x),
+        ["decoder"],
+        ValueError,
+        "'shard_map' .*test_evaluate.py.* takes the whole stack. Put jax.shard_map "
+        "around gx.evaluate. Or leave 'decoder/out' out of layers",
     ),
     "a string": (decode, "decoder", TypeError, "layers must be a sequence of paths"),
     "nothing": (lambda p, x: None, [], TypeError, "f must return arrays, got None."),

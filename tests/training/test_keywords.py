@@ -300,6 +300,8 @@ def test_no_array_is_static_and_has_one_program_for_each_value():
     assert flags == {"a": [True, False], "c": (False, True, True, True, None)}
     assert programs(how=how | {"a": [jnp.zeros(2), "b"]})[0] == 0
     assert programs(how=how | {"a": [jnp.zeros(2), "c"]})[0] == 1
+    assert programs(how="b", flag="a")[0] == 1
+    assert programs(flag="a", how="b")[0] == 0
     assert programs(at=2) == (1, total + 2)
     assert programs(at=3) == (0, total + 3)
 
@@ -459,17 +461,14 @@ def test_conventional_words_need_no_reader():
 
 
 WORKER = {"local_step": 0, "worker": 0}
+WORKER = {"local_step": 0, "worker": 0}
 SLIPS = {
     "weigth": (gx.accumulate(SGD, 2), {}, "weight"),
     "wieght": (gx.conditional_accumulator(SGD, 2), {"local_step": 0}, "weight"),
     "local_stp": (gx.drop_stale(SGD, 2), {"local_step": 0}, "local_step"),
     "lsat": (optax.chain(gx.accumulate(SGD, 2)), {}, "last"),
     "vlaue": (gx.skip_spikes(SGD), {}, "value"),
-    "wroker": (
-        gx.worker_mean(SGD, 2, method="all"),
-        {"local_step": 0, "worker": 0},
-        "",
-    ),
+    "wroker": (gx.worker_mean(SGD, 2, method="all"), WORKER, "worker"),
 }
 
 

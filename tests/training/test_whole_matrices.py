@@ -253,7 +253,7 @@ def test_groups_run_one_after_another():
         x.memory_analysis().temp_size_in_bytes / size
         for x in (program, compiled(tx, *step[:2], step[2][0]))
     )
-    assert ours <= 0.26 < theirs
+    assert ours <= 0.93 < theirs
 
 
 OPTIONS = {
@@ -278,10 +278,10 @@ def test_options_of_muon(options):
 
 
 @pytest.mark.slow
-def test_adaptive_muon_adds_up_parts():
-    """The sum over each matrix is one of parts, in another order."""
+def test_adaptive_muon_adds_up_whole_matrices():
+    """The sum over each matrix is that of a whole one, in another order."""
     tx = muon(0.1, adaptive=True)
-    check(tx, *TWO, moved=2 / 8 * 8 / 2, groups=2, reduced=1, tolerance=1e-5)
+    check(tx, *TWO, moved=2 / 8 * 8 / 2, groups=2, tolerance=1e-5)
 
 
 @pytest.mark.slow
@@ -524,14 +524,9 @@ def test_gates_inside_are_refused(name, axis_type):
         on_mesh(wrap(muon(0.1)), *TWO, (8,), axis_type)
 
 
-def soap(g, p):
-    """It reads a gradient, and something else of its shape."""
-    return (g @ p.T) @ g if g.ndim > 1 else g
-
-
 def gram(g, p):
-    del p
-    return jnp.sum(g @ g.T) * g if g.ndim > 1 else g
+    """It reads a gradient, and something else of its shape; a number is between."""
+    return (g @ p.T) @ g + jnp.sum(g @ g.T) * g if g.ndim > 1 else g
 
 
 def two_results(g, p):
@@ -540,6 +535,12 @@ def two_results(g, p):
         return g
     q, r = jnp.linalg.qr(g)
     return r + jnp.sum(q)
+
+
+@pytest.mark.parametrize("f", [gram, two_results])
+def test_several_arrays_and_numbers(f):
+    """Parameters and gradients travel, and updates."""
+    check(optax.stateless_with_tree_map(f), *TWO, groups=2, moved=3 / 8 * 8 / 2)
 
 
 def printing(g, p):
@@ -552,25 +553,40 @@ def printing(g, p):
     return jax.lax.fori_loop(0, 2, multiply, g) if g.ndim > 1 else g
 
 
+def mixing(updates, _):
+    """Each leaf is multiplied by the other one."""
+    return updates | {"w": updates["w"] @ updates["v"].T @ updates["w"]}
+
+
+def stacking(updates, _):
+    """All leaves are one batch."""
+    x = jnp.stack([updates["w"], updates["v"]])
+    x = x @ jnp.swapaxes(x, 1, 2) @ x
+    return updates | {"w": x[0], "v": x[1]}
+
+
+OF_EACH = optax.stateless_with_tree_map
+
+
 @pytest.mark.parametrize(
-    ("f", "message"),
+    ("tx", "message"),
     [
-        (soap, r"'dot_general'.*makes float32\[64, 128\] of float32\[64, 128\], float"),
-        (gram, r"'dot_general'.*makes float32\[64, 64\] of float32\[64, 128\]"),
-        (two_results, "'(geqrf|qr)'.*makes"),
-        (printing, "has effects"),
+        (OF_EACH(printing), "'(scan|while)'.*has effects"),
+        (optax.stateless(mixing), "'dot_general'.*reads matrices of several param"),
+        (optax.stateless(stacking), "reads matrices of several parameters"),
     ],
+    ids=["printing", "mixing", "stacking"],
 )
-def test_what_is_no_core_is_refused(f, message):
+def test_what_is_no_core_is_refused(tx, message):
     with pytest.raises(TypeError, match=message):
-        on_mesh(optax.stateless_with_tree_map(f), *TWO)
+        on_mesh(tx, *TWO)
 
 
 def test_it_stays_where_each_device_has_whole_arrays():
     """XLA multiplies them as they lie."""
     specs = {"w": P(), "v": P(), "b": ROWS}
     shapes = {"w": (M, N), "v": (M, N), "b": (8,)}
-    check(optax.stateless_with_tree_map(gram), shapes, specs, moved=0, groups=0)
+    check(optax.stateless(mixing), shapes, specs, moved=0, groups=0)
 
 
 @pytest.mark.slow
@@ -856,15 +872,23 @@ def test_what_is_no_transformation_is_refused():
 
 
 def core_of(f, *shapes):
-    """The core of a function, and the number of the argument that it reads."""
+    """The core of a function, what it reads, and which argument that is."""
     types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     with cores.tracing():
-        jaxpr = jax.make_jaxpr(f)(*types).jaxpr
-    update = cores.TracedUpdate(jaxpr)
-    (part,) = update.parts
-    core = update.core(part)
-    number = [k for k, x in enumerate(jaxpr.invars) if x is core.reads[0]]
-    return core, number[0] if number else None
+        closed = jax.make_jaxpr(f)(*types)
+    jaxpr = closed.jaxpr
+    lying = cores.Lying({}, jaxpr.invars[:1], set(), {}, lambda *_: False)
+    (core,), _ = cores.TracedUpdate(closed).cores(lying)
+    (read,) = filter(core.is_array, core.reads)
+    number = [k for k, x in enumerate(jaxpr.invars) if x is read]
+    return core, read.aval.dtype, number[0] if number else None
+
+
+def axes_of(core):
+    """The axes of matrices of what it reads."""
+    pairs = zip(core.reads, cores.matrices(core).reads, strict=True)
+    (axes,) = [axes for x, axes in pairs if core.is_array(x)]
+    return axes
 
 
 def test_a_core_begins_where_it_reads_least():
@@ -874,9 +898,9 @@ def test_a_core_begins_where_it_reads_least():
         x = (0.9 * m + g).astype(jnp.bfloat16).astype(jnp.float32)
         return newton_schulz(x)
 
-    core, number = core_of(f, (M, N), (M, N))
-    assert (core.reads[0].aval.dtype, number) == (jnp.bfloat16, None)
-    core, number = core_of(lambda m: newton_schulz(0.9 * m), (M, N))
+    _, dtype, number = core_of(f, (M, N), (M, N))
+    assert (dtype, number) == (jnp.bfloat16, None)
+    _, _, number = core_of(lambda m: newton_schulz(0.9 * m), (M, N))
     assert number == 0
 
 
@@ -897,8 +921,9 @@ def test_casts_and_reshapes_in_any_order(casts_first):
         return jax.vmap(newton_schulz)(x)[0].astype(jnp.float32)
 
     for function in (f, other):
-        core, _ = core_of(function, (M, N))
-        assert core.reads[0].aval.dtype == core.makes.aval.dtype == jnp.bfloat16
+        core, dtype, _ = core_of(function, (M, N))
+        (made,) = core.makes
+        assert dtype == made.aval.dtype == jnp.bfloat16
 
 
 def test_a_core_keeps_its_matrices_apart():
@@ -911,8 +936,8 @@ def test_a_core_keeps_its_matrices_apart():
         return jax.vmap(lambda x: x @ x.T @ x / jnp.linalg.norm(x))(x)
 
     for f, inside in ((over_all, None), (of_each, 0)):
-        core, number = core_of(f, (8, M, N))
-        assert cores.matrices(core).axes == (0,)
+        core, _, number = core_of(f, (8, M, N))
+        assert axes_of(core) == (0,)
         assert number == inside
 
 
@@ -928,8 +953,8 @@ def test_axes_of_matrices_are_found_in_any_order(order):
         x = x.reshape(2, 3, 4, 16, 8)
         return jnp.einsum(f"LEHmn->{axes}", x)
 
-    core, _ = core_of(f, [sizes[axis] for axis in axes])
-    found = {axes[axis] for axis in cores.matrices(core).axes}
+    core, *_ = core_of(f, [sizes[axis] for axis in axes])
+    found = {axes[axis] for axis in axes_of(core)}
     assert found == {*"LEH"}
 
 

@@ -122,6 +122,37 @@ def test_the_state_of_another_optimizer_is_named(case):
         gx.apply_gradients(tx, W, other.init(W), W, **extra)
 
 
+GRADS = {"w": jnp.ones((6, 4)), "b": jnp.ones(4)}
+SIZES = {
+    "lazy": (gx.lazy(optax.adam(0.1)), r"\[0\].mu"),
+    "low_bit_state": (
+        gx.low_bit_state(optax.adam(0.1), min_size=1, block_size=8),
+        r".inner_state\[0\].mu",
+    ),
+    "skip_spikes": (gx.skip_spikes(optax.adam(0.1)), r".inner_state\[0\].mu"),
+    "master_weights": (gx.master_weights(optax.trace(0.9)), r".inner_state.trace"),
+    "accumulate": (gx.accumulate(optax.sgd(0.1), 2), r".accumulated"),
+    "optax's": (optax.chain(optax.clip(1.0), optax.trace(0.9)), r"\[1\].trace"),
+}
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+@pytest.mark.parametrize("name", SIZES)
+def test_a_state_of_another_size_is_named(name, rows):
+    """Also where one row would be broadcast, and the step would run."""
+    tx, field = SIZES[name]
+    other = {"w": jnp.ones((rows, 4)), "b": jnp.ones(4)}
+    words = rf"state is not that of tx: at {field}\['w'\] it has .*{rows},4\].*6,4\]"
+    grads = GRADS
+    if name == "lazy":
+        grads = {**GRADS, "w": gx.IndexedSlices([1], jnp.ones((1, 4)), (6, 4))}
+    with pytest.raises(TypeError, match=words):
+        gx.apply_gradients(tx, grads, tx.init(other), GRADS)
+    if name == "low_bit_state" and rows == 8:
+        with pytest.raises(TypeError, match=words):
+            tx.update(grads, tx.init(other), GRADS)
+
+
 def test_another_attribute_error_stays():
     def fail(*_):
         raise AttributeError("of the transformation")

@@ -207,7 +207,7 @@ def test_an_argument_that_nothing_takes_is_an_error():
         args = tx, PARAMS, tx.init(PARAMS), PARAMS
         params, _ = gx.apply_gradients(*args, factor=0.5, grad=PARAMS, value_fn=sum)
         np.testing.assert_array_equal(params["w"], np.full((2, 3), 0.5))
-        with pytest.raises(TypeError, match="'other'.*reads 'factor', 'value'"):
+        with pytest.raises(TypeError, match=r"'other'.*reads 'factor', 'value'"):
             gx.apply_gradients(*args, factor=0.5, other="a string")
 
 

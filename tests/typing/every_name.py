@@ -27,6 +27,12 @@ def with_aux(params: Params, x: jax.Array) -> tuple[jax.Array, int]:
     return loss_fn(params, x), len(x)
 
 
+def with_words(
+    params: Params, x: jax.Array, y: jax.Array, *, train: bool = True
+) -> jax.Array:
+    return loss_fn(params, x) if train else loss_fn(params, y)
+
+
 def start() -> Params:
     return {"w": jnp.ones(3)}
 
@@ -157,6 +163,13 @@ def steps() -> None:
     step = gx.minimize(with_aux, tx, has_aux=True, donate=False)
     params, held, loss, size = step(params, held, x)
     print(state, loss.item(), grads["w"].sum(), step.lower(params, held, x).as_text())
+    train = gx.minimize(with_words, gx.drop_stale(tx, 2), donate=False)
+    held = gx.drop_stale(tx, 2).init(params)
+    trained, held, loss = train(params, held, x, x, train=False, local_step=0)
+    assert_type(trained, Params)
+    search = gx.minimize(with_words, optax.lbfgs())
+    trained, held, _ = search(trained, optax.lbfgs().init(trained), x, y=x)
+    assert_type(trained, Params)
 
 
 def tables() -> None:
@@ -255,3 +268,9 @@ def wrong(params: Params, state: optax.OptState) -> None:
     loss, params = step(params, state, jnp.ones((4, 3)))[:2]  # a mistake
     pulled, _ = gx.ParameterServer(params, gx.adagrad(0.1)).pull()
     print(loss, pulled.w)  # a mistake
+    two = gx.minimize(with_words, gx.adagrad(0.1))
+    x = jnp.ones((4, 3))
+    two(params, state, x)  # a mistake
+    two(params, state, x, x, maks=x)  # a mistake
+    gx.local_steps(with_words, gx.adagrad(0.1))(params, state, x)  # a mistake
+    gx.value_and_grad(with_words)(params, x)  # a mistake
