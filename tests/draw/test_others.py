@@ -15,8 +15,8 @@ from tests.draw import inits, jits, matrices, programs, schedules, steps
 
 FAMILIES = inits.FAMILIES | schedules.FAMILIES | matrices.FAMILIES | jits.FAMILIES
 # How many the quick part checks, and the slow one with another seed.
-COUNTS = {"states": (30, 300), "schedules": (6, 100), "matrices": (3, 40)}
-COUNTS["jits"] = 3, 40
+COUNTS = {"states": (30, 100), "schedules": (6, 60), "matrices": (3, 25)}
+COUNTS["jits"] = 3, 25
 
 
 def drawn(family, count, seed):
@@ -62,4 +62,4 @@ def test_evaluate_gives_the_loss():
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_evaluate_gives_many_losses():
-    evaluated(25, seed=4)
+    evaluated(10, seed=4)
