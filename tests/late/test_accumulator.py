@@ -375,7 +375,6 @@ def test_a_leaf_without_gradients_in_gates_in_gates(name):
     innermost = Sgd(start)
     oracle = plain(innermost)
     gates = set(name.split("/"))
-    by_worker = bool(gates & {"all", "latest", "ringleader"})
 
     @jax.jit
     def step(params, state, grads, worker):
