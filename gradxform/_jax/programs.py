@@ -105,14 +105,15 @@ def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
     What makes a variable of it by slices is no use.
     """
     values = jaxprs.derived_from(jaxpr, [operand])
-    for index, eqn in enumerate(jaxpr.eqns):
+    eqns = jaxprs.equations(jaxpr)
+    for index, eqn in enumerate(eqns):
         found = jaxprs.among(eqn.invars, values)
         if not found or jaxprs.follows(eqn):
             continue
         if OPERATIONS.get(jaxprs.name_of(eqn)) is not Runs.ONCE:
             return (index,)
         return index, *first_use(program(eqn).jaxpr, min(found))
-    return (len(jaxpr.eqns),)
+    return (len(eqns),)
 
 
 def with_placements(closed: ClosedJaxpr) -> ClosedJaxpr:

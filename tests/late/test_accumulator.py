@@ -374,7 +374,6 @@ def test_a_leaf_without_gradients_in_gates_in_gates(name):
     start = {"a": np.array([1.0, 2.0]), "b": np.array([-2.0, 0.5])}
     innermost = Sgd(start)
     oracle = plain(innermost)
-    gates = set(name.split("/"))
 
     @jax.jit
     def step(params, state, grads, worker):
