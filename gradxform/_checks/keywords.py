@@ -266,9 +266,11 @@ def check_read(
       loss: what the loss takes, if there is one.
       given: further words that need no reader.
     """
+    unknown = {k: x for k, x in extra.items() if k not in {*CONVENTIONAL, *given}}
+    if not unknown:
+        return
     named = named_by(tx, state)
-    needless = named.union(CONVENTIONAL, given)
-    unknown = {k: x for k, x in extra.items() if k not in needless}
+    unknown = {k: x for k, x in unknown.items() if k not in named}
     if not unknown:
         return
     lost = [*unknown]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Collection
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeAlias, cast, overload
@@ -314,7 +313,7 @@ def training_step(
         learning = learning_leaves(trainable, params)
         named = keywords.named_by(tx, state)
         _check_tables(tables, learning, params, named)
-        stacked = layered.paths_of(layers, params)
+        stacked = layered.paths_of(layers, params) if layers else set()
         of_loss, extra = keywords.routed(words, takes, named)
 
         def loss(learning: optax.Params, words: dict[str, Any] = of_loss) -> Any:
@@ -325,7 +324,9 @@ def training_step(
             )
             return loss_fn(merged, *batch, **words)  # Its results.
 
-        on_device = functools.partial(loss, host.to_device(learning))
+        def on_device(words: dict[str, Any]) -> Any:
+            return loss(host.to_device(learning), words)
+
         keywords.check_loss_reads(on_device, of_loss, takes, named)
 
         if stacked:
@@ -345,7 +346,7 @@ def training_step(
 
             return tpu.with_bytes(by_layer, learning, params, state)
         trees = learning, params, state
-        return _at_once(loss, tx, tables, trees, extra, takes, has_aux=has_aux)
+        return _at_once(loss, tx, tables, trees, extra, takes, named, has_aux=has_aux)
 
     return step
 
@@ -357,6 +358,7 @@ def _at_once(
     trees: tuple[optax.Params, optax.Params, optax.OptState],
     extra: dict[str, Any],
     takes: Words,
+    named: Collection[str],
     *,
     has_aux: bool,
 ) -> tuple[Any, ...]:
@@ -365,7 +367,7 @@ def _at_once(
     ``trees`` are the trainable parameters, all of them, and the state.
     """
     learning, given, state = trees
-    params, words = host.to_device(given), {*extra, *keywords.named_by(tx, state)}
+    params, words = host.to_device(given), {*extra, *named}
     gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
     value, grads = gradient(host.to_device(learning))
     value, aux = (value[0], value[1:]) if has_aux else (value, ())
@@ -387,9 +389,9 @@ def compiled(
     Bools in a keyword for ``tx`` alone are arrays. So ``last`` of :func:`accumulate`
     makes no second program.
     """
-    takes = Words.of(loss_fn, skipped=1)
 
     def keeps_bools(name: str, args: tuple[Any, ...]) -> bool:
+        takes = Words.of(loss_fn, skipped=1)
         if name in takes.names or not takes.others:
             return name not in takes.names
         return name in keywords.named_by(tx, args[1])
