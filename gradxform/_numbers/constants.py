@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._checks import structures
 from gradxform._devices import host
 from gradxform._jax import compilers, versions
 from gradxform._trees import dtypes
@@ -99,6 +100,7 @@ def full(
 
     If ``dtype`` is None, it is ``default`` of the parameter.
     """
+    structures.check_leaves(params)
     if axes is not None:
         params = unboxed(params)
     return map_params(
