@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh
+from gradxform._jax import jaxprs, programs, versions
 from gradxform._trees.placeholders import Placeholder, owned, state_for
 from gradxform._trees.types import Param, Path, PyTree, Shape
 
@@ -30,7 +32,9 @@ def abstract_state(
 ) -> optax.OptState:
     """What ``tx.init(params)`` makes, described with shardings; no array is made.
 
-    An axis of the state is cut as that axis of its parameter with which it grows:
+    If ``init`` itself puts an array somewhere, as that of :func:`whole_matrices` does,
+    it lies there. An axis of all others is cut as that axis of its parameter with which
+    it grows:
 
     =============================================  ====================================
     an array of the state                          lies
@@ -109,9 +113,11 @@ def abstract_state(
     ]
     owners = _owners(tx.init, described, state, grown[0] if grown else {})
 
+    said = _said(tx.init, params, whole.mesh)
+
     def with_sharding(path: Path, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = P()
-        if path in owners:
+        spec = said.get(path, P())
+        if path in owners and path not in said:
             p = given[owners[path]]
             larger = [shapes.get(path, ()) for shapes in grown[: p.ndim]]
             axes = _axes(x.shape, larger, p.shape)
@@ -119,6 +125,35 @@ def abstract_state(
         return x.update(sharding=NamedSharding(whole.mesh, spec))
 
     return jax.tree.map_with_path(with_sharding, state)
+
+
+def _said(
+    init: optax.TransformInitFn,
+    params: PyTree[Param],
+    devices: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> dict[Path, P]:
+    """How arrays are cut that ``init`` itself puts somewhere, by their paths."""
+    context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if devices.explicit_axes:
+        context = jax.sharding.use_abstract_mesh(devices.abstract_mesh)
+    params = jax.tree.map(lambda p: _described(p).update(sharding=p.sharding), params)
+    try:
+        with context:
+            closed, state = jax.make_jaxpr(init, return_shape=True)(params)
+    except Exception:  # An ``init`` that knows no explicit axes may raise any.
+        return {}
+    jaxpr = programs.inlined(closed).jaxpr
+    puts = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    found: dict[Path, P] = {}
+    paths = (path for path, _ in jax.tree.leaves_with_path(state))
+    for path, x in zip(paths, jaxpr.outvars, strict=True):
+        eqn = puts.get(x) if jaxprs.is_variable(x) else None
+        if eqn is None or jaxprs.name_of(eqn) not in versions.SAME_VALUES:
+            continue
+        there = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
+        if isinstance(there, NamedSharding):
+            found[path] = there.spec
+    return found
 
 
 def _whole(params: PyTree[Param]) -> _Whole:

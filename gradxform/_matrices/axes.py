@@ -102,13 +102,13 @@ class Followed:
         assert along is not None
         if along.axis < 0:
             raise MixedError
-        for x in eqn.outvars:
-            self._set(x, scope, along)
+        for result in eqn.outvars:
+            self._set(result, scope, along)
         for k, x in enumerate(eqn.invars):
             if read[k] is None and jaxprs.is_variable(x):
-                read[k] = self._before(eqn, k, along)
-                if read[k] is not None:
-                    self._set(x, scope, read[k])
+                read[k] = before = self._before(eqn, k, along)
+                if before is not None:
+                    self._set(x, scope, before)
         name = jaxprs.name_of(eqn)
         is_made = rules.is_made(name, eqn, along) and name != Op.RANDOM_BITS
         if not any(read) and not is_made:

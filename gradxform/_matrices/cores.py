@@ -45,7 +45,7 @@ from gradxform._slices.slices import (
 )
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 # For each axis of matrices, such as that of layers, the axis of an array; None if it
 # has no such axis.
@@ -166,7 +166,7 @@ class Lying(NamedTuple):
 
     new: Mapping[Var, Var]
     gradients: Collection[Var]
-    uncut: Collection[Var]
+    uncut: set[Var]
     names: Mapping[Var, Names]
     lies: Callable[[Var, Axes, Var, Axes], bool | None]
 
@@ -315,7 +315,7 @@ class TracedUpdate:
             eqns = jaxprs.needed([part.eqns[k] for k in sorted(chosen)], makes)
             made_here = {x for eqn in eqns for x in eqn.outvars}
             reads = [x for x in jaxprs.variables_read(eqns) if x not in made_here]
-            none: Axes = (None,) * plan.count
+            none: Axes = (None,) * plan.number
             axes = {x: plan.axes.get(x, none) for x in (*reads, *makes)}
             if makes:
                 yield MatrixCore(
@@ -376,14 +376,14 @@ class _Plan(NamedTuple):
       variables: of the part for which it was made.
       inside: the positions of equations.
       axes: those of matrices, for each variable that has some.
-      count: how many axes of matrices there are.
+      number: how many axes of matrices there are.
       there: the variables of the state that lie where the matrices are.
     """
 
     variables: list[Var]
     inside: frozenset[int]
     axes: dict[Var, Axes]
-    count: int
+    number: int
     there: list[Var]
 
     def of(self, part: _Part) -> _Plan:
@@ -473,9 +473,9 @@ class _Part:
         number = {x: k for k, x in enumerate(self.variables)}
         roles = tuple(
             (
-                tuple(self.readers[x]),
+                tuple(sorted(set(self.readers[x]))),
                 self.lying.names.get(x),
-                number.get(self.new.get(x)),
+                number.get(self.new.get(x, x)),
             )
             for x in self.variables
         )
@@ -541,7 +541,7 @@ class _Part:
         graph, none = Graph(), (None,) * count
         made = {x: k for k, eqn in enumerate(self.eqns) for x in eqn.outvars}
         state: dict[Var, Hashable] = {}
-        for k, eqn in enumerate(self.eqns):
+        for k in range(len(self.eqns)):
             if k in mixing:
                 graph.edge(k, graph.outside, NEVER)
             elif k in self._of_matrices:
@@ -590,12 +590,15 @@ _SHARE = 1 << 12
 
 def _renamed(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
     """The same equation of other variables."""
-    atoms = [names.get(x, x) if jaxprs.is_variable(x) else x for x in eqn.invars]
+    atoms: list[Var | Literal] = [
+        names.get(x, x) if jaxprs.is_variable(x) else x for x in eqn.invars
+    ]
     return eqn.replace(invars=atoms)
 
 
 def _types_alike(x: Var, y: Var) -> bool:
-    a, b = x.aval, y.aval
+    a: Any = x.aval
+    b: Any = y.aval
     return (shape_of(x), a.dtype) == (shape_of(y), b.dtype)
 
 
@@ -647,7 +650,8 @@ def _further(
         except MixedError:
             continue
         along = followed.along()
-        found = [along.get(x) for x in (*jaxpr.invars, *jaxpr.outvars)]
+        both = *jaxpr.invars, *jaxpr.outvars
+        found = [along.get(x) if jaxprs.is_variable(x) else None for x in both]
         made = found[len(jaxpr.invars) :]
         if all(made) and all(one is None or one.entries == 1 for one in found):
             axes = [None if one is None else one.axis for one in found]
@@ -706,7 +710,8 @@ def _mixed(*_: object) -> None:
     return None
 
 
-_POLICY = Policy("matrix", "array", [Op.RANDOM_BITS], _mixed)
+# A matrix may have a key of its own. Of one key for all it would get other bits.
+_POLICY = Policy("matrix", "array", [], _mixed, is_indexed=True)
 
 
 def _names_after(
@@ -730,7 +735,7 @@ def _names_after(
     return {x: tuple(y) for x, y in found.items() if any(y)}
 
 
-def nbytes(x: Var) -> int:
+def nbytes(x: Var | Literal) -> int:
     """The bytes of an array."""
     aval: Any = x.aval
     return math.prod(shape_of(x)) * aval.dtype.itemsize

@@ -112,9 +112,9 @@ class _Described(NamedTuple):
             found.append((jaxprs.name_of(eqn), self.params(eqn), operands, results))
         return (*found, tuple(map(atom, makes)))
 
-    def literal(self, x: Literal) -> Hashable:
+    def literal(self, x: Var | Literal) -> Hashable:
         """A literal, by its value."""
-        return x.aval, of_value(x.val)
+        return x.aval, of_value(getattr(x, "val", None))
 
     def jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
         """A program, and the values of its constants."""

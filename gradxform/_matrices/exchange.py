@@ -8,6 +8,7 @@ its matrices are stays there.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
@@ -85,14 +86,14 @@ def shares(
     """How devices along some mesh axes share matrices, if they divide them."""
     pairs = zip(sizes, names, strict=True)
     left = [n // math.prod(mesh[name] for name in of) for n, of in pairs]
-    shared: list[tuple[str, int]] = []
-    for name in among:
-        fits = [a for a, n in enumerate(left) if not n % mesh[name]]
-        if not fits:
-            return Batch(sizes, names, None)
-        left[fits[0]] //= mesh[name]
-        shared.append((name, fits[0]))
-    return Batch(sizes, names, tuple(shared))
+    for axes in itertools.product(range(len(sizes)), repeat=len(among)):
+        pairs_of_names = tuple(zip(among, axes, strict=True))
+        count = [1] * len(sizes)
+        for name, axis in pairs_of_names:
+            count[axis] *= mesh[name]
+        if not any(n % k for n, k in zip(left, count, strict=True)):
+            return Batch(sizes, names, pairs_of_names)
+    return Batch(sizes, names, None)
 
 
 class Shares:
@@ -117,8 +118,8 @@ class Shares:
         used = [n for n in self._names if any(n in of for of in cutting)]
         sent, away = list[jax.Array](), list[int]()
         found: dict[int, jax.Array] = {}
-        for k, (x, of) in enumerate(zip(parts, cutting, strict=True)):
-            x = x.reshape(*self._sizes, *x.shape[1:])
+        for k, (part, of) in enumerate(zip(parts, cutting, strict=True)):
+            x = part.reshape(*self._sizes, *part.shape[1:])
             for axis, name in reversed([*enumerate(self._names)]):
                 if name not in used or not of:  # Devices have the same arrays.
                     x = _at(x, name, axis)
@@ -172,10 +173,14 @@ class Shares:
     ) -> list[jax.Array]:
         """(devices, matrices, ...): parts of all, from whole ones of this device."""
         sent, shapes = [], []
-        for x, of in zip(arrays, names, strict=True):
+        for whole, of in zip(arrays, names, strict=True):
             factors = [math.prod(self._mesh[n] for n in each) for each in of]
-            pairs = [*zip(factors, x.shape[1:], strict=True)]
-            x = x.reshape(len(x), *(n for f, m in pairs for n in (f, m // f)))
+            split = [
+                n
+                for factor, size in zip(factors, whole.shape[1:], strict=True)
+                for n in (factor, size // factor)
+            ]
+            x = whole.reshape(len(whole), *split)
             first = range(1, 2 * len(factors), 2)
             x = x.transpose(*first, 0, *(axis + 1 for axis in first))
             shape = x.shape[len(factors) :]
@@ -306,7 +311,8 @@ class _Pack:
         """
         shared, sizes = dict(batch.shared or ()), list[int]()
         at, rest = dict[str, int](), list[int]()
-        for axis, size in enumerate(self._local(batch)):
+        for axis, count in enumerate(self._local(batch)):
+            size = count
             for name in (n for n in self._names if shared.get(n) == axis):
                 at[name] = len(sizes)
                 sizes.append(self._mesh[name])
@@ -318,8 +324,11 @@ class _Pack:
     def packed(self, arrays: Sequence[jax.Array], kinds: Sequence[Array]) -> jax.Array:
         """(devices, matrices, ...), or (matrices, ...) if each device has its own."""
         even, uneven = list[jax.Array](), list[jax.Array]()
-        for x, kind, batch in zip(arrays, kinds, self._batches, strict=True):
-            x = _in_front(x, kind.axes)
+        for array, kind, batch in zip(arrays, kinds, self._batches, strict=True):
+            if not (kind.axes or kind.is_there):  # Fewer operations to trace.
+                uneven.append(jax.lax.expand_dims(array, (0,)))
+                continue
+            x = _in_front(array, kind.axes)
             count = len(kind.axes)
             if kind.is_there:
                 sizes, order = self._split(batch)
@@ -374,6 +383,10 @@ class _Pack:
             kind, batch = pairs[n]
             local = self._local(batch)
             size = math.prod(local)
+            if not kind.axes:
+                found[n] = jax.lax.index_in_dim(y, start, keepdims=False)
+                start += 1
+                continue
             part = y[start : start + size].reshape(*local, *y.shape[1:])
             found[n] = _back(part, kind.axes)
             start += size

@@ -185,7 +185,7 @@ class Layout:
         layouts = []
         for core, batch in zip(found, batches, strict=True):
             reads = tuple(
-                None if is_same else self._read(x, axes, batch, is_even)
+                None if is_same else self._read(core, x, axes, batch, is_even)
                 for x, axes, is_same in zip(core.reads, of.reads, same, strict=True)
             )
             makes = zip(core.makes, of.makes, strict=True)
@@ -202,9 +202,15 @@ class Layout:
         found = self.names.get(x) or self.wanted.get(x)
         return found or ((),) * len(shape_of(x))
 
-    def _read(self, x: Var, axes: Axes, batch: Batch, is_even: bool) -> Array:
+    def _read(
+        self, core: MatrixCore, x: Var, axes: Axes, batch: Batch, is_even: bool
+    ) -> Array:
         """Where an array lies that is read."""
-        names = _around(self.names.get(x), x, axes, batch)
+        names = self.names.get(x, self.wanted.get(x))
+        if names is None and x not in self.update.free:  # As others of its shape.
+            like = (y for y in core.reads if shape_of(y) == shape_of(x))
+            names = next(filter(None, map(self.names.get, like)), None)
+        names = _around(names, x, axes, batch)
         # Numbers that each device computes it computes for its own matrices.
         is_there = x in self.there or x in self.update.free
         if is_even and is_there:

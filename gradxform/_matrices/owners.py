@@ -70,7 +70,8 @@ class Owners:
         self, jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], free: Collection[Var]
     ) -> None:
         """Finds them; ``free`` variables depend on few entries alone."""
-        self._sets, self._free = Sets(), {((), x) for x in free}
+        self._sets = Sets()
+        self._free: set[tuple[_Scope, Var | Literal]] = {((), x) for x in free}
         self._joining: list[tuple[_Scope, JaxprEqn]] = []
         self._join(eqns, ())
         for scope, eqn in self._joining:

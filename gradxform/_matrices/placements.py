@@ -17,7 +17,8 @@ from jax.sharding import (
 )
 
 from gradxform._checks import structures
-from gradxform._trees.types import Path, Prefix, PyTree, Shape
+from gradxform._devices.abstract_state import abstract_state
+from gradxform._trees.types import Path, Prefix, PyTree
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 # For each axis of an array the mesh axes of several devices that cut it.
@@ -46,15 +47,22 @@ class Placements(NamedTuple):
     is_one_device: bool = False
 
 
-def found(args: Args, shardings: Prefix[jax.sharding.Sharding] | None) -> Placements:
+def found(
+    init: optax.TransformInitFn,
+    args: Args,
+    shardings: Prefix[jax.sharding.Sharding] | None,
+) -> Placements:
     """Where the leaves of a step lie.
+
+    Where nobody says where a leaf of the state lies, it is as ``abstract_state`` says
+    for ``init``.
 
     Raises:
       TypeError: ``shardings`` are not those of the parameters.
       ValueError: they do not fit the parameters, or are on several meshes.
     """
     given = {} if shardings is None else _given(args, shardings)
-    shapes = {path[1:]: np.shape(x) for path, x in jax.tree.leaves_with_path(args[:2])}
+    likely = _likely(init, args, given)
     types: dict[int, NamedSharding] = {}
     places: dict[int, NamedSharding] = {}
     is_unknown, known = False, set[int]()
@@ -76,7 +84,7 @@ def found(args: Args, shardings: Prefix[jax.sharding.Sharding] | None) -> Placem
             is_unknown |= any(sharding.mesh.shape[name] > 1 for name in others)
         elif isinstance(x, jax.core.Tracer):
             is_unknown |= in_updates_or_params
-            sharding = _like(given, shapes, path, x) or sharding
+            sharding = likely.get(path, sharding)
         elif isinstance(x, jax.Array):
             sharding = x.sharding
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -84,7 +92,7 @@ def found(args: Args, shardings: Prefix[jax.sharding.Sharding] | None) -> Placem
     meshes = [x.mesh for x in (*types.values(), *places.values())]
     if (is_unknown and not given) or not meshes:
         is_one = jax.device_count() == 1 or not is_unknown or bool(given)
-        return Placements(None, {}, {}, is_one_device=is_one)
+        return Placements(None, {}, types, is_one_device=is_one)
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
     names = {n: _names(x, ndims[n]) for n, x in places.items() if x.mesh.shape == sizes}
@@ -125,19 +133,30 @@ def _given(
     return found
 
 
-def _like(
+def _likely(
+    init: optax.TransformInitFn,
+    args: Args,
     given: Mapping[Path, jax.sharding.Sharding],
-    shapes: Mapping[Path, Shape],
-    path: Path,
-    x: jax.Array,
-) -> jax.sharding.Sharding | None:
-    """The sharding of the parameter that a leaf of a state is for, by path and shape.
+) -> dict[Path, jax.sharding.Sharding]:
+    """Where leaves of a state lie if those of parameters are given, by their paths.
 
     If it lies elsewhere, that costs traffic, and no number changes.
     """
-    ends = (path[n:] for n in range(1, len(path) + 1))
-    fits = (end for end in ends if end in given and shapes.get(end) == x.shape)
-    return next(map(given.__getitem__, fits), None)
+    updates, params, state, _ = args
+    tree: PyTree[Any] = updates if params is None else params
+    if not given or not all(isinstance(x, NamedSharding) for x in given.values()):
+        return {}
+
+    def described(path: Path, x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=given[path])
+
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    like = abstract_state(tx, jax.tree.map_with_path(described, tree))
+    structures_of: list[Any] = [jax.tree.structure(x) for x in (like, state)]
+    if structures_of[0] != structures_of[1]:
+        return {}
+    start = (jax.tree_util.SequenceKey(2),)
+    return {(*start, *path): x.sharding for path, x in jax.tree.leaves_with_path(like)}
 
 
 def _names(sharding: NamedSharding, ndim: int) -> Names:

@@ -6,24 +6,26 @@ Everything else is evaluated as it is, where it lies.
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import optax
 from jax.sharding import NamedSharding
 
-from gradxform._checks import arguments
+from gradxform._checks import arguments, structures
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, programs, versions
-from gradxform._matrices import cores, exchange, placements
+from gradxform._matrices import cores, division, exchange, placements
 from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
 from gradxform._trees.extra_args import with_any_extra_args
-from gradxform._trees.types import Prefix
+from gradxform._trees.types import Path, Prefix
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Var
@@ -33,6 +35,19 @@ _UNKNOWN = (
     "not say where they lie. Pass whole_matrices(inner, shardings) with those of the "
     "parameters: jax.tree.map(lambda p: p.sharding, params)."
 )
+
+
+_UNTYPED = (
+    "whole_matrices: updates at {} have no type on the mesh of the others, whose axes "
+    "are explicit. A state that jax.jit(tx.init) makes outside of a mesh has none. "
+    "Call init and update under jax.set_mesh(mesh)."
+)
+_TWICE = (
+    "whole_matrices is inside of another whole_matrices, which does the same already: "
+    "take one of them away."
+)
+# Whether an update is traced that is already inside of one.
+_is_inside = contextvars.ContextVar("is_inside", default=False)
 
 
 def whole_matrices(
@@ -51,12 +66,24 @@ def whole_matrices(
     lies. State, labels and checkpoints are those of ``inner``.
 
     The update is traced once, as if no array was cut. So ``inner`` may be any
-    transformation with products of matrices, QR, ``eigh``, SVD or Cholesky, if what it
-    does between them makes one array of one other of its shape: Muon with each of its
-    options, or one of your own. Along axes of layers, experts or heads matrices stand
-    alone. Nobody has to name these axes: operations show them. Equal matrices go
-    together, also from several leaves. A mesh axis that cuts an array along such an
-    axis moves nothing. One along which devices have the same arrays shares the work.
+    transformation that treats the matrices of each parameter by themselves: Muon,
+    SOAP, Shampoo, PSGD Kron, Dion, or one of your own, with products of matrices, QR,
+    ``eigh``, SVD, Cholesky or triangular solves. Along axes of layers, experts or heads
+    matrices stand alone. Nobody has to name these axes: operations show them. Equal
+    matrices go together, also from several leaves. A mesh axis that cuts an array along
+    such an axis moves nothing. One along which devices have the same arrays shares the
+    work.
+
+    **State.** Factors and eigenbases of a stack may lie *by matrix*: on the device that
+    has the matrix, so they do not travel, and each device has 1 / D of them.
+    ``gx.abstract_state(whole_matrices(...), params)`` says so, ``init`` on parameters
+    that are on their mesh makes them there, and a step keeps them there. It needs a
+    number of layers, experts and heads that the devices divide. Other arrays of the
+    state, S of the parameters' bytes, lie as their parameters and travel:
+    (2 + 2 S) / D.
+
+    Conditionals are divided by parameter, so gates inside work. Gates around move fewer
+    bytes: behind a gate inside gradients travel at each push.
 
     **Cost.** Tracing takes about twice as long. The number of equal matrices is padded
     to a multiple of the devices that share them, so a device has at least one: one
@@ -77,10 +104,10 @@ def whole_matrices(
       result has the type of the array that it replaces.
 
     Raises:
-      TypeError: ``inner`` is no transformation; ``shardings`` are not those of the
-        parameters; or, at an update, it reads several arrays for a matrix, or makes
-        several, as SOAP and Shampoo do, and as a gate does: put gates around. The
-        message names the operation, and its line.
+      TypeError: ``inner`` is no transformation, or has a ``whole_matrices`` inside;
+        ``shardings`` are not those of the parameters; or an update mixes matrices of
+        several parameters, or has effects between them. The message names the
+        operation, and its line.
       ValueError: it is traced on automatic axes without ``shardings``; they do not fit
         a parameter's shape; or it is inside of ``jax.shard_map``, with parts of arrays.
 
@@ -117,7 +144,9 @@ def whole_matrices(
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
-        placed = placements.found(args, shardings)
+        if _is_inside.get():
+            raise TypeError(_TWICE)
+        placed = placements.found(inner.init, args, shardings)
         if names := _manual_axes():
             _check_whole(inner, args, names)
         elif not placed.is_one_device:
@@ -126,7 +155,50 @@ def whole_matrices(
                 return step.on(placed)
         return inner.update(updates, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(inner.init, update_fn)
+    def init_fn(params: optax.Params) -> optax.OptState:
+        state = inner.init(params)
+        return _where_matrices_are(inner, params, state, shardings)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _where_matrices_are(
+    inner: optax.GradientTransformationExtraArgs,
+    params: optax.Params,
+    state: optax.OptState,
+    shardings: Prefix[jax.sharding.Sharding] | None,
+) -> optax.OptState:
+    """A new state: arrays of matrices are on the devices that have the matrices.
+
+    It stays as it is where nobody knows these devices yet, and where an update needs
+    more than gradients.
+    """
+    args: Args = params, params, state, {}
+    arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
+    is_on_mesh = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
+    if _manual_axes() or not is_on_mesh:
+        return state
+    try:
+        placed = placements.found(inner.init, args, shardings)
+        mesh = placed.mesh
+        if mesh is None or placed.is_one_device:
+            return state
+        step = CutStep.of(inner, args)
+    except Exception:  # Of other parameters, or without extra arguments, it may be any.
+        return state
+    leaves, treedef = jax.tree.flatten(state)
+    start = len(step.leaves) - len(leaves)
+    is_explicit = bool(placed.types)
+    context = jax.sharding.get_abstract_mesh()
+    if is_explicit and (context.empty or mesh.axis_names != mesh.explicit_axes):
+        return state  # JAX makes no such array without the context.
+    for n, names in step.there(placed).items():
+        sharding = NamedSharding(mesh, placements.spec_of(names))
+        put: Callable[..., jax.Array] = (
+            jax.sharding.reshard if is_explicit else jax.lax.with_sharding_constraint
+        )
+        leaves[n - start] = put(leaves[n - start], sharding)
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +212,7 @@ class CutStep:
       structure: that of the results.
       replaces: for each result the index of the leaf that it replaces, or -1.
       num_updates: how many of the first leaves are updates.
+      paths: those of the leaves, behind the number of their argument.
     """
 
     leaves: Sequence[Any]
@@ -149,11 +222,13 @@ class CutStep:
     structure: Any
     replaces: Sequence[int]
     num_updates: int
+    paths: Sequence[Path]
 
     @classmethod
     def of(cls, inner: optax.GradientTransformationExtraArgs, args: Args) -> CutStep:
         """Traces ``inner``, as if no array was cut."""
         leaves, treedef = jax.tree.flatten(args)
+        paths = [path[1:] for path, _ in jax.tree.leaves_with_path(args)]
         given = [n for n, x in enumerate(leaves) if placements.is_array(x)]
 
         def call(arrays: Sequence[jax.Array]) -> Any:
@@ -164,9 +239,11 @@ class CutStep:
             return inner.update(updates, state, params, **extra)
 
         types = [_uncut(leaves[n]) for n in given]
-        with cores.tracing():
+        with cores.tracing(), _inside():
             closed, results = jax.make_jaxpr(call, return_shape=True)(types)
             closed = programs.inlined(closed)
+            if cores.has_matrices(closed.jaxpr):
+                closed = division.divided(closed, cores.FEW)
         structure: Any = jax.tree.structure(results)
         updates, params, state, _ = args
         start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))
@@ -174,15 +251,15 @@ class CutStep:
         if structure != jax.tree.structure((updates, state)):
             replaces = [-1] * structure.num_leaves
         update = cores.TracedUpdate(closed)
-        return cls(leaves, given, closed, update, structure, replaces, start)
+        return cls(leaves, given, closed, update, structure, replaces, start, paths)
 
     def on(self, placed: Placements) -> tuple[optax.Updates, optax.OptState]:
         """The results of the step on a mesh."""
+        self._check_types(placed)
         if placed.mesh is None:
             raise ValueError(_UNKNOWN)
         arrays = [*self.closed.consts, *(self.leaves[n] for n in self.given)]
-        sizes = {name: n for name, n in placed.mesh.shape.items() if n > 1}
-        layout = Layout.of(self.update, self._arguments(placed), sizes)
+        layout = Layout.of(self.update, self._arguments(placed), _sizes(placed.mesh))
         run = functools.partial(self.run, groups=layout.groups())
         if placed.types:
             meshes.check_reduced("updates", self.leaves, ())
@@ -191,13 +268,36 @@ class CutStep:
             results = run(arrays, mesh=placed.mesh)
         return jax.tree.unflatten(self.structure, results)
 
+    def _check_types(self, placed: Placements) -> None:
+        """Raises ``ValueError`` if updates have no type on an explicit mesh."""
+        updates = self.leaves[: self.num_updates]
+        for n, x in enumerate(updates if placed.types else ()):
+            if isinstance(x, jax.core.Tracer) and jax.typeof(x).sharding.mesh.empty:
+                raise ValueError(_UNTYPED.format(structures.path_name(self.paths[n])))
+
+    def there(self, placed: Placements) -> dict[int, Names]:
+        """How the mesh should cut leaves of the state that lie where matrices are."""
+        assert placed.mesh is not None
+        if not self.update.of_matrices:
+            return {}
+        arguments = self._arguments(placed._replace(known=frozenset()))
+        try:
+            layout = Layout.of(self.update, arguments, _sizes(placed.mesh))
+        except cores.NoCoreError:  # An update raises it.
+            return {}
+        pairs = zip(self.given, self.closed.jaxpr.invars, strict=True)
+        return {n: layout.names[x] for n, x in pairs if x in layout.there}
+
     def _arguments(self, placed: Placements) -> Arguments:
         """The variables of arguments, and where they lie."""
         outvars = self.closed.jaxpr.outvars
         variables = dict(zip(self.given, self.closed.jaxpr.invars, strict=True))
         names = {x: placed.names[n] for n, x in variables.items() if n in placed.names}
-        pairs = [*zip(outvars, self.replaces, strict=True)]
-        pairs = [(y, n) for y, n in pairs if jaxprs.is_variable(y) and n in variables]
+        pairs = [
+            (y, n)
+            for y, n in zip(outvars, self.replaces, strict=True)
+            if jaxprs.is_variable(y) and n in variables
+        ]
         return Arguments(
             names,
             frozenset(x for n, x in variables.items() if n in placed.known),
@@ -297,6 +397,20 @@ def _run_group(
     for core, made in zip(group.cores, results, strict=True):
         env.update(zip(core.makes, made, strict=True))
     return [x for made in results for x in made]
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    token = _is_inside.set(True)
+    try:
+        yield
+    finally:
+        _is_inside.reset(token)
+
+
+def _sizes(mesh: AnyMesh) -> dict[str, int]:
+    """The mesh axes of several devices."""
+    return {name: n for name, n in mesh.shape.items() if n > 1}
 
 
 def _uncut(x: Any) -> jax.ShapeDtypeStruct:

@@ -102,8 +102,8 @@ class ThreadServer(Generic[Params]):
 
         Raises:
           TypeError: structure, shape or dtype differ from the parameters', and the
-            error names the first such path; or ``local_step`` is no integer, or
-            ``push_id`` no such pair.
+            error names the first such path; ``local_step`` is no integer, or
+            ``push_id`` no such pair; or nothing in ``tx`` reads an extra argument.
           ValueError: ``local_step`` is negative, ahead of the server, or from before a
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
             has a gradient; a leaf is not finite although ``require_finite`` is set;

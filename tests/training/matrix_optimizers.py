@@ -1,4 +1,4 @@
-"""Small optimizers of matrices, as people write them: for a leaf, or by vmap over stacks.
+"""Small optimizers of matrices, as people write them: of a leaf, of stacks by vmap.
 
 Factors begin with full rank: those of zeros have eigenbases that are arbitrary.
 """
@@ -53,7 +53,7 @@ def optimizer(init_one, update_one, *, with_key=False):
         if with_key:
             key, *keys = jax.random.split(state.key, len(flat) + 1)
         made, new = [], []
-        for g, leaf, p, k in zip(flat, old, weights, keys, strict=True):
+        for g, before, p, k in zip(flat, old, weights, keys, strict=True):
             if g.ndim < 2:
                 u, leaf = g, ()
             else:
@@ -63,7 +63,7 @@ def optimizer(init_one, update_one, *, with_key=False):
                     each = jax.random.split(k, count).reshape(g.shape[:-2])
                 axes = 0, 0, 0, None, 0 if with_key else None
                 f = stacked(update_one, g.ndim, axes)
-                u, leaf = f(g.astype("float32"), leaf, p, state.count, each)
+                u, leaf = f(g.astype("float32"), before, p, state.count, each)
             made.append(-0.1 * u.astype(g.dtype))
             new.append(leaf)
         state = State(state.count + 1, key, treedef.unflatten(new))
@@ -108,6 +108,41 @@ def soap(every=2, b1=0.9, b2=0.95):
         return u, (mu, nu, factors, bases)
 
     return optimizer(init, update)
+
+
+def at_once(every=2):
+    """Shampoo of a tree, whose roots are all computed in one conditional."""
+
+    def init(params):
+        factors = jax.tree.map(lambda p: (spd(p.shape[-2]), spd(p.shape[-1])), params)
+        roots = jax.tree.map(lambda x: jnp.eye(len(x)), factors)
+        return State(jnp.zeros((), jnp.int32), None, (factors, roots))
+
+    def update(updates, state, params=None):
+        del params
+        flat, treedef = jax.tree.flatten(updates)
+        factors, roots = map(treedef.flatten_up_to, state.leaves)
+        factors = [
+            (0.9 * left + g @ g.T, 0.9 * right + g.T @ g)
+            for g, (left, right) in zip(flat, factors, strict=True)
+        ]
+
+        def refreshed(factors, roots):
+            del roots
+            largest = jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(factors)))
+            return jax.tree.map(lambda x: root_by_eigh(x / largest), factors)
+
+        roots = jax.lax.cond(
+            state.count % every == 0,
+            refreshed,
+            lambda factors, roots: roots,
+            *(factors, roots),
+        )
+        made = [a @ g @ b for g, (a, b) in zip(flat, roots, strict=True)]
+        new = treedef.unflatten(factors), treedef.unflatten(roots)
+        return treedef.unflatten(made), State(state.count + 1, None, new)
+
+    return optax.GradientTransformation(init, update)
 
 
 def root_by_eigh(x):

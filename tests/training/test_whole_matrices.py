@@ -506,22 +506,24 @@ def test_wrappers_around(name):
     assert collectives(program)[0]["all-to-all"] == 2
 
 
-REFUSED = {
-    "accumulate": (lambda tx: gx.accumulate(tx, 2), "'cond'.*gates.*around"),
-    "skip_spikes": (gx.skip_spikes, "'cond'.*gates.*around"),
-    "MultiSteps": (
-        lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
-        "'cond'.*gates.*around",
-    ),
+GATES = {
+    "accumulate": lambda tx: gx.accumulate(tx, 2),
+    "skip_spikes": gx.skip_spikes,
+    "MultiSteps": lambda tx: optax.MultiSteps(tx, 2).gradient_transformation(),
+    "apply_if_finite": lambda tx: optax.apply_if_finite(tx, 2),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-def test_gates_inside_are_refused(name, axis_type):
-    wrap, message = REFUSED[name]
-    with pytest.raises(TypeError, match=message):
-        on_mesh(wrap(muon(0.1)), *TWO, (8,), axis_type)
+@pytest.mark.parametrize("is_clipped", [False, True])
+@pytest.mark.parametrize("name", GATES)
+def test_gates_inside(name, is_clipped, axis_type):
+    """A gate decides for all leaves; a norm of all gradients is in its branch."""
+    tx = muon(0.1)
+    if is_clipped:
+        tx = optax.chain(optax.clip_by_global_norm(1.0), tx)
+    kinds, _ = collectives(check(GATES[name](tx), *TWO, (8,), axis_type))
+    assert "all-gather" not in kinds
 
 
 def gram(g, p):
@@ -864,6 +866,26 @@ def test_a_part_of_a_sum_is_refused():
 
     with jax.set_mesh(on), pytest.raises(ValueError, match="not summed over x yet"):
         jax.eval_shape(update, params, jax.jit(tx.init)(params))
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+def test_twice_is_refused(axis_type):
+    where = places(TWO[1], mesh((8,), axis_type))
+    with pytest.raises(TypeError, match="inside of another whole_matrices"):
+        on_mesh(gx.whole_matrices(muon(0.1), where), *TWO, (8,), axis_type)
+
+
+@pytest.mark.parametrize("said", [True, False], ids=["said", "not said"])
+def test_updates_without_a_type_name_the_context(said):
+    """``jax.jit`` of ``init`` outside of a mesh gives zeros that lie on one device."""
+    where = places(TWO[1], mesh((8,), AxisType.Explicit))
+    params = jax.device_put(draw(TWO[0]), where)
+    inner = each_matrix(newton_schulz)
+    ours = gx.whole_matrices(inner, where if said else None)
+    tx = optax.MultiSteps(ours, 2).gradient_transformation()
+    state = jax.jit(tx.init)(params)
+    with pytest.raises(ValueError, match=r"jax\.set_mesh"):
+        jax.jit(tx.update)(params, state, params)
 
 
 def test_what_is_no_transformation_is_refused():

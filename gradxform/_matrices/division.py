@@ -1,0 +1,152 @@
+"""Divides conditionals of several parameters: each parameter gets its part of them.
+
+A gate decides for all leaves at once, and so does an optimizer that computes all its
+eigenbases every few steps. Each part has the same predicate, and of each branch the
+equations that its results need. Numbers of several parameters, such as a norm of all
+gradients in a branch, are computed before, if this branch runs.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from gradxform._jax import jaxprs, programs
+from gradxform._jax.versions import Op
+from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
+from gradxform._slices.rules import shape_of
+
+if TYPE_CHECKING:
+    from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
+
+
+def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
+    """The same program, whose conditionals are each of one parameter.
+
+    An argument of fewer entries than ``few`` belongs to none.
+    """
+    if not any(map(_may_tie, closed.jaxpr.eqns)):
+        return closed
+    owners = _owners(closed, few)
+
+    def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
+        if not _may_tie(eqn):
+            return None
+        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
+        if len(large - {Nobody.FREE}) < 2:
+            return None
+        if name == Op.BARRIER:
+            return _barriers(eqn, inputs, owners)
+        if eqn.params.get("branches_platforms"):  # It is that of all platforms.
+            branch = eqn.params["branches"][-1]
+            return jaxprs.run(branch.jaxpr, [*branch.consts, *inputs[1:]])
+        return _conditionals(eqn, inputs, owners, few)
+
+    def run(*args: jax.Array) -> list[Any]:
+        return jaxprs.run(closed.jaxpr, [*closed.consts, *args], rule)
+
+    return jax.make_jaxpr(run)(*closed.in_avals)
+
+
+def _may_tie(eqn: JaxprEqn) -> bool:
+    return jaxprs.name_of(eqn) in (Op.COND, Op.BARRIER) and len(eqn.outvars) > 1
+
+
+def _owners(closed: ClosedJaxpr, few: int) -> Owners:
+    jaxpr = closed.jaxpr
+    known = [x for x in jaxpr.invars if math.prod(shape_of(x)) < few]
+    free = {*known, *jaxpr.constvars}
+    for eqn in jaxpr.eqns:
+        read = filter(jaxprs.is_variable, eqn.invars)
+        if free.issuperset(read) and not eqn.effects:
+            free.update(eqn.outvars)
+    return Owners(jaxpr, jaxpr.eqns, free)
+
+
+def _by_owner(variables: Iterable[Var], owners: Owners) -> list[list[int]]:
+    """The positions of variables of each owner; numbers are by themselves."""
+    found: dict[Owner, list[int]] = {}
+    for k, x in enumerate(variables):
+        owner = Nobody.SEVERAL if is_number(x) else owners.of[x]
+        found.setdefault(owner, []).append(k)
+    return [*found.values()]
+
+
+def _barriers(eqn: JaxprEqn, inputs: list[Any], owners: Owners) -> list[Any]:
+    results: list[Any] = [None] * len(inputs)
+    for members in _by_owner(eqn.outvars, owners):
+        made = jax.lax.optimization_barrier([inputs[k] for k in members])
+        for k, x in zip(members, made, strict=True):
+            results[k] = x
+    return results
+
+
+def _conditionals(
+    eqn: JaxprEqn, inputs: list[Any], owners: Owners, few: int
+) -> list[Any]:
+    """The results of a conditional, by one for each owner of some of them."""
+    index, *operands = inputs
+    branches = [_Branch(closed, operands, few) for closed in eqn.params["branches"]]
+    groups = _by_owner(eqn.outvars, owners)
+    shared = [branch.shared(groups) for branch in branches]
+    types: list[Any] = [x.aval for found in shared for x in found]
+
+    def numbers(n: int) -> list[Any]:
+        made = branches[n].results(shared[n], {})
+        zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
+        start = sum(map(len, shared[:n]))
+        return [*zeros[:start], *made, *zeros[start + len(made) :]]
+
+    def part(n: int, members: Sequence[int], known: dict[Var, Any]) -> list[Any]:
+        branch = branches[n]
+        return branch.results([branch.jaxpr.outvars[k] for k in members], known)
+
+    def each(f: Any, *args: Any) -> list[Any]:
+        sides = [functools.partial(f, n, *args) for n in range(len(branches))]
+        return list(jax.lax.switch(index, sides))
+
+    known = dict[Any, Any]()
+    if types:
+        variables = [x for found in shared for x in found]
+        known = dict(zip(variables, each(numbers), strict=True))
+    results: list[Any] = [None] * len(eqn.outvars)
+    for members in groups:
+        for k, x in zip(members, each(part, members, known), strict=True):
+            results[k] = x
+    return results
+
+
+class _Branch:
+    """A branch of a conditional, with its operands."""
+
+    def __init__(self, closed: ClosedJaxpr, operands: Sequence[Any], few: int) -> None:
+        closed = divided(programs.inlined(closed), few)
+        self.jaxpr, self._consts, self._operands = closed.jaxpr, closed.consts, operands
+        self._owners = _owners(closed, few)
+
+    def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
+        """The numbers that parts of several owners read, or one of another owner."""
+        found: dict[Var, None] = {}
+        for eqn, owner in zip(self.jaxpr.eqns, self._owners.equations, strict=True):
+            for x in filter(jaxprs.is_variable, eqn.invars):
+                of = self._owners.of[x]
+                is_made = x not in self.jaxpr.invars
+                if is_number(x) and of not in (owner, Nobody.FREE) and is_made:
+                    found[x] = None
+        return [x for x in found if len(groups) > 1]
+
+    def results(
+        self, wanted: Sequence[Var | Literal], known: dict[Var, Any]
+    ) -> list[Any]:
+        """Some of its variables, if some are known."""
+        eqns = [eqn for eqn in self.jaxpr.eqns if not known.keys() & {*eqn.outvars}]
+        env = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | known
+        env |= zip(self.jaxpr.invars, self._operands, strict=True)
+        jaxprs.advance(jaxprs.needed(eqns, wanted), env)
+        pairs = zip(wanted, jaxprs.read(env, wanted), strict=True)
+        return [jaxprs.as_array(x, of) for of, x in pairs]

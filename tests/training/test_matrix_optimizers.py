@@ -1,0 +1,216 @@
+"""Optimizers that keep matrices in their state, with whole matrices on a mesh.
+
+The expected numbers are those of one device, where no array is cut.
+"""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import gradxform as gx
+from tests.training.matrix_optimizers import ALL, at_once, soap
+from tests.training.test_whole_matrices import (
+    collectives,
+    draw,
+    mesh,
+    placed_state,
+    places,
+    step_of,
+)
+
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
+M, N = 16, 24
+BIAS = {"b": (6,)}, {"b": P()}
+OF_LEAF = dict.fromkeys("acd", (M, N))
+ON_BOTH = dict.fromkeys("acd", P("x", "y"))
+# Shapes, how they are cut, the mesh, whether the state lies by matrix.
+LAYOUTS = {
+    "8": ({"w": (8, M, N)}, {"w": P(None, "x")}, (8,), True),
+    "4 x 2": ({"w": (16, M, N)}, {"w": P(None, "x", "y")}, (4, 2), True),
+    "2 x 2 x 2": ({"w": (8, M, N)}, {"w": P("z", "y", "x")}, (2, 2, 2), True),
+    "experts": ({"w": (2, 8, M, N)}, {"w": P(None, "y", "x")}, (4, 2), True),
+    "square": ({"w": (8, M, M)}, {"w": P(None, "x", "y")}, (4, 2), True),
+    "a leaf each": (OF_LEAF, ON_BOTH, (4, 2), False),
+    "prime": ({"w": (5, M, N)}, {"w": P(None, None, "x")}, (8,), False),
+}
+TYPES = [AxisType.Auto, AxisType.Explicit]
+# Eigenvectors amplify what is rounded.
+TOLERANCE = {"soap": 3e-4, "shampoo": 1e-4, "one-sided": 1e-4}
+
+
+def close(actual, expected, tolerance):
+    def check(path, x, y):
+        assert x.dtype == y.dtype, path
+        if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            x, y = map(jax.random.key_data, (x, y))
+        x, y = (np.asarray(z, np.float64) for z in (x, y))
+        largest = max(np.max(np.abs(y), initial=0), 1e-3)
+        np.testing.assert_allclose(
+            x, y, rtol=0, atol=tolerance * largest, err_msg=jax.tree_util.keystr(path)
+        )
+
+    jax.tree.map_with_path(check, actual, expected)
+
+
+class Trial:
+    """A step on a mesh, and its expected results."""
+
+    def __init__(self, make, layout, axis_type, dtype=jnp.float32, wrap=lambda tx: tx):
+        shapes, specs, sizes, _ = LAYOUTS[layout]
+        self.mesh = mesh(sizes, axis_type)
+        self.where = places(specs | BIAS[1], self.mesh)
+        said = self.where if axis_type == AxisType.Auto else None
+        self.inner = wrap(make())
+        self.tx = wrap(gx.whole_matrices(make(), said))
+        self.plain = jax.device_get(draw(shapes | BIAS[0], dtype=dtype))
+        self.pushes = [draw(shapes | BIAS[0], seed, dtype) for seed in range(1, 7)]
+        self.params = jax.device_put(self.plain, self.where)
+        self.size = sum(x.size for x in jax.tree.leaves(self.plain))
+
+    def expected(self):
+        now, step = (
+            (self.plain, self.inner.init(self.plain)),
+            jax.jit(step_of(self.inner)),
+        )
+        for grads in self.pushes:
+            now = step(*now, grads)
+        return jax.device_get(now)
+
+    def state(self):
+        like = gx.abstract_state(self.tx, self.params)
+        self.there = jax.tree.map(lambda x: x.sharding, like)
+        if self.mesh.explicit_axes:
+            return jax.device_put(self.inner.init(self.plain), self.there)
+        return jax.jit(self.tx.init, out_shardings=self.there)(self.params)
+
+    def run(self):
+        """The last parameters and state, and the program of a step."""
+        with jax.set_mesh(self.mesh):
+            now = self.params, self.state()
+            pushes = [jax.device_put(grads, self.where) for grads in self.pushes]
+            step = jax.jit(
+                step_of(self.tx),
+                donate_argnums=(0, 1),
+                out_shardings=(self.where, self.there),
+            )
+            program = step.lower(*now, pushes[0]).compile()
+            for grads in pushes:
+                now = program(*now, grads)
+        return jax.device_get(now), program
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ALL)
+def test_numbers_are_those_of_one_device(name, layout, axis_type):
+    trial = Trial(ALL[name], layout, axis_type)
+    actual, program = trial.run()
+    close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
+    kinds, moved = collectives(program)
+    is_there = LAYOUTS[layout][3]
+    if name != "kron" or is_there:  # There each leaf has its own moment.
+        assert kinds == {"all-to-all": 2}
+    if is_there:
+        assert moved <= (2 / 8 + 0.01) * trial.size
+        temporaries = program.memory_analysis().temp_size_in_bytes
+        assert temporaries <= 2 * trial.size * 4
+
+
+@pytest.mark.parametrize("layout", ["4 x 2", "a leaf each"])
+@pytest.mark.parametrize("name", ["soap", "kron", "normuon"])
+def test_bfloat16(name, layout):
+    trial = Trial(ALL[name], layout, AxisType.Auto, jnp.bfloat16)
+    actual, _ = trial.run()
+    close(actual, trial.expected(), 1e-2)
+
+
+def test_the_state_lies_where_matrices_are():
+    """Each device has the factors of some layers, and keeps them."""
+    trial = Trial(soap, "4 x 2", AxisType.Auto)
+    with jax.set_mesh(trial.mesh):
+        state = trial.state()
+    momentum, _, (left, _), _ = state.leaves["w"]
+    by_matrix = P(("x", "y"), None, None)
+    assert left.sharding.spec == momentum.sharding.spec == by_matrix
+    assert left.addressable_shards[0].data.shape == (2, M, M)
+    assert state.count.sharding.spec == P()
+    made = jax.jit(trial.tx.init)(trial.params)
+    assert made.leaves["w"][2][0].sharding.is_equivalent_to(left.sharding, 3)
+    made = trial.tx.init(trial.params)  # Without `jit`.
+    assert made.leaves["w"][2][0].sharding.is_equivalent_to(left.sharding, 3)
+    like = gx.abstract_state(trial.inner, trial.params)
+    assert like.leaves["w"][2][0].sharding.spec[:2] == (None, "x")
+
+
+def test_muon_keeps_its_momentum_as_its_parameters():
+    where = places({"w": P(None, "x")}, mesh((8,)))
+    params = jax.device_put(draw({"w": (8, M, N)}), where)
+    tx = optax.contrib.muon(
+        0.1, muon_weight_dimension_numbers=optax.contrib.MuonDimensionNumbers(1, 2)
+    )
+    both = (gx.abstract_state(t, params) for t in (tx, gx.whole_matrices(tx, where)))
+    chex.assert_trees_all_equal(*both)
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+@pytest.mark.parametrize("name", ["soap", "kron"])
+def test_a_state_that_lies_as_its_parameters(name, axis_type):
+    """It costs traffic, and changes no number."""
+    trial = Trial(ALL[name], "4 x 2", axis_type)
+    trial.state = lambda: placed_state(
+        trial.inner, trial.params, trial.inner.init(trial.plain)
+    )
+    trial.there = jax.tree.map(
+        lambda x: x.sharding, gx.abstract_state(trial.inner, trial.params)
+    )
+    actual, _ = trial.run()
+    close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
+
+
+def test_one_conditional_for_all_leaves():
+    """Its branch has a number of all factors, which is computed before."""
+    where = places(ON_BOTH, mesh((4, 2)))
+    plain = jax.device_get(draw(OF_LEAF))
+    tx, ours = at_once(), gx.whole_matrices(at_once(), where)
+    params = jax.device_put(plain, where)
+    state = placed_state(ours, params, tx.init(plain))
+    update = jax.jit(ours.update)
+    program = update.lower(params, state, params).compile()
+    conditionals = program.as_text().count(" conditional(")
+    assert 0 < conditionals <= 2
+    expected = tx.init(plain)
+    for seed in range(1, 5):
+        grads = draw(OF_LEAF, seed)
+        made, state = update(jax.device_put(grads, where), state, params)
+        wanted, expected = tx.update(grads, expected, plain)
+        close(jax.device_get((made, state)), (wanted, expected), 1e-4)
+
+
+AROUND = {
+    "accumulate": lambda tx: gx.accumulate(tx, 2),
+    "chain": lambda tx: optax.chain(gx.clip_by_global_norm(1.0), tx, optax.scale(0.5)),
+    "masked": lambda tx: optax.masked(tx, {"w": True, "b": False}),
+    "partition": lambda tx: optax.partition(
+        {"m": tx, "a": optax.adam(0.1)}, {"w": "m", "b": "a"}
+    ),
+    "skip_spikes": gx.skip_spikes,
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_wrappers_around_pass_on_where_the_state_lies(name):
+    trial = Trial(soap, "4 x 2", AxisType.Auto, wrap=AROUND[name])
+    if name in ("masked", "partition"):
+        said = trial.where | {"b": optax.MaskedNode()}
+        trial.tx = AROUND[name](gx.whole_matrices(soap(), said))
+    actual, program = trial.run()
+    close(actual, trial.expected(), 3e-4)
+    assert "all-gather" not in collectives(program)[0]
+    specs = {str(x.spec) for x in jax.tree.leaves(trial.there)}
+    assert any("('x', 'y')" in spec for spec in specs)
