@@ -188,7 +188,7 @@ def worker_mean(
         # The first phase of a cycle ends with the push that completes the table, which
         # makes the first step. In the second phase each worker makes one.
         full = accepted & (complete | jnp.any(state.stepped)) & ~ahead
-        means = _means(updates, state, row)
+        means = _means(updates, state, row, waits=method == "all")
 
         def settle(
             state: WorkerMeanState, applied: jax.Array, _: object
@@ -341,7 +341,7 @@ def _with_waiting(
 
 
 def _means(
-    updates: optax.Updates, state: WorkerMeanState, row: jax.Array
+    updates: optax.Updates, state: WorkerMeanState, row: jax.Array, *, waits: bool
 ) -> Callable[[object], optax.Updates]:
     """What ``inner`` gets: a row of the means, divided by how many steps are in it."""
     means = boxes.as_in(updates, state.means)
@@ -349,8 +349,10 @@ def _means(
     number = jax.tree.unflatten(maps.structure(updates), numbers)
 
     def of_row(g: Gradient, means: jax.Array, number: jax.Array) -> jax.Array:
-        share = 1 / number.astype(dtypes.compute_dtype(means))
-        mean = arithmetic.scale(_row(means, row), share)
+        mean = _row(means, row)
+        if waits:
+            share = 1 / number.astype(dtypes.compute_dtype(means))
+            mean = arithmetic.scale(mean, share)
         return narrow(mean, maps.gradient_dtype(g))
 
     return lambda _: maps.map_updates(of_row, updates, means, number)
