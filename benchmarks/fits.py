@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from benchmarks import largest
+from benchmarks import trainings
 from benchmarks.measure import report
 from benchmarks.models import size, transformer
 
@@ -42,13 +42,13 @@ def here():
         host = min(host, float(limit) * 1e9 if limit else GPU_HOST)
     memories = f"{chip / 2**30:.0f} GiB, host with {host / 2**30:.0f} GiB"
     title = f"{device.device_kind} with {memories}"
-    return largest.Machine(title, device.platform, chip / 2**30, np.nan, host / 2**30)
+    return trainings.Machine(title, device.platform, chip / 2**30, np.nan, host / 2**30)
 
 
 def kept(training, layers, sequences):
     """What a step of a training keeps, with so many layers and sequences."""
     one = Mesh(np.array(jax.devices()[:1]), "chips")
-    params, state = largest.shapes(training, layers, one)
+    params, state = trainings.shapes(training, layers, one)
     on_host = [
         x
         for x in jax.tree.leaves((params, state))
@@ -56,14 +56,14 @@ def kept(training, layers, sequences):
     ]
     host = size(on_host)
     gradients = 0 if training.layers else size(params)
-    inputs = layers * sequences * largest.LENGTH * largest.MODEL["width"]
+    inputs = layers * sequences * trainings.LENGTH * trainings.MODEL["width"]
     inputs *= jax.numpy.dtype(training.dtype).itemsize
     return Kept(size((params, state)) - host + gradients + inputs, host)
 
 
 def share(machine, found):
     """The larger share of a memory that is taken; a CPU has one memory for all."""
-    chip, host = machine.memory, largest.HOST_SHARE * machine.host
+    chip, host = machine.memory, trainings.HOST_SHARE * machine.host
     if machine.target == "cpu":
         return sum(found) / 2**30 / host
     return max(found.chip / 2**30 / chip, found.host / 2**30 / host)
@@ -72,13 +72,13 @@ def share(machine, found):
 def plan(machine, layers, sequences):
     """Prints what will fit on a machine, and what a model of so many layers keeps."""
     rows = []
-    for name, training in largest.TRAININGS.items():
+    for name, training in trainings.TRAININGS.items():
 
         def need(n, training=training):
             return share(machine, kept(training, n, sequences))
 
-        most = largest.largest(need, 1, 8)
-        model = transformer(most, **largest.MODEL)
+        most = trainings.largest(need, 1, 8)
+        model = transformer(most, **trainings.MODEL)
         billions = sum(x.size for x in jax.tree.leaves(model)) / 1e9
         full, asked = (kept(training, n, sequences) for n in (most, layers))
         rows.append(
@@ -94,5 +94,5 @@ def plan(machine, layers, sequences):
                 "its host GiB": f"{asked.host / 2**30:.1f}" if asked.host else "",
             }
         )
-    batch = f"{sequences} sequences of {largest.LENGTH:,} tokens"
+    batch = f"{sequences} sequences of {trainings.LENGTH:,} tokens"
     report(f"by arithmetic: {machine.title}; {batch}", rows)

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import gradxform as gx
-from benchmarks import largest
+from benchmarks import trainings
 from benchmarks.models import next_tokens
 
 # Two programs round differently, and a first step of Adam makes much of small
@@ -41,8 +41,8 @@ def trained(training, params, tokens, steps):
         return jax.tree.map(lambda x: np.array(x, np.float32), jax.device_get(params))
 
     params = gx.on_host(params) if training.params_too else params
-    state = largest.state_of(training, params)
-    step, before, losses = largest.step_of(training), held(params), []
+    state = trainings.state_of(training, params)
+    step, before, losses = trainings.step_of(training), held(params), []
     for _ in range(steps):
         params, state, loss = step(params, state, tokens)
         losses.append(float(loss))
@@ -79,7 +79,7 @@ def differences(one, other, layers):
 def check(training, layers, sequences, steps):
     """Compares a training that has arrays on the host with one that has none there."""
     on_device = training._replace(on_host=False, params_too=False)
-    params, tokens = largest.drawn_model(on_device, layers, sequences)
+    params, tokens = trainings.drawn_model(on_device, layers, sequences)
     copied = jax.tree.map(lambda x: x + 0, params)  # A step takes its memory.
     there = trained(training, copied, tokens, steps)
     here = trained(on_device, params, tokens, steps)

@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.compilers import Program, arrays, mesh, placed
-from benchmarks.largest import LENGTH, TRAININGS, set_small_tiles, shapes, step_of
 from benchmarks.measure import arguments, report
+from benchmarks.trainings import LENGTH, TRAININGS, set_small_tiles, shapes, step_of
 
 # A v5e has four units of 128 x 128 multipliers, so this clock gives its 197e12
 # operations a second. Its compiler gives a product of two matrices of 4,096 in bfloat16

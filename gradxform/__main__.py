@@ -26,7 +26,13 @@ import gradxform as gx
 from gradxform import engines
 from gradxform._demo import ctrl_c, report
 from gradxform._demo.command_line import Options, fail, parse, say
-from gradxform._demo.digits import Digits, Gradient, Model, build_model, load_digits
+from gradxform._demo.digits import (
+    Digits,
+    GradientFunction,
+    Model,
+    build_model,
+    load_digits,
+)
 from gradxform._server.extras import require
 
 BATCH_SIZE = 64
@@ -41,7 +47,10 @@ JITTER = 0.25  # Standard deviation of the logarithm of a duration.
 
 
 def make_worker(
-    gradient: Gradient, digits: Digits, mean_duration: float, seed: Sequence[int]
+    gradient: GradientFunction,
+    digits: Digits,
+    mean_duration: float,
+    seed: Sequence[int],
 ) -> engines.Worker:
     """A worker that draws minibatches of digits, each shifted by at most one pixel.
 

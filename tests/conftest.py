@@ -68,13 +68,15 @@ with pytest.MonkeyPatch.context() as patch:
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The garbage collector need not look at all that was imported again and again.
-gc.freeze()
-
-
 # Figures of memory and of bytes are those of the newest JAX's compilers. With any other
 # JAX only numbers are tested.
 NEWEST_JAX = jax.__version_info__ >= (0, 12)
+
+
+def pytest_collection_finish():
+    """The garbage collector need not look at imports and tests again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.

@@ -26,6 +26,7 @@ from benchmarks import (
     models,
     schedule,
     step,
+    trainings,
 )
 from benchmarks.__main__ import main, programs
 from benchmarks.models import small_leaves, tree
@@ -119,7 +120,7 @@ def test_the_search_ends_at_the_largest_that_fits(memory, first):
         asked.append(n)
         return 0.3 + 0.81 * n + 0.2 * (n % 3 == 0)
 
-    found = largest.largest(need, memory, first)
+    found = trainings.largest(need, memory, first)
     assert found == max(n for n in range(400) if n == 0 or need(n) <= memory)
     assert len(asked) - 399 <= 8  # Each costs a minute.
 
@@ -131,7 +132,7 @@ def test_a_plan_keeps_nearly_what_the_compiler_counted(machine):
     results = pathlib.Path(largest.__file__).with_name("results")
     counted = (results / f"largest_{machine}.json").read_text()
     for line in json.loads(counted)["rows"]:
-        training = largest.TRAININGS[line["name"]]
+        training = trainings.TRAININGS[line["name"]]
         kept = fits.kept(training, line["layers"], sequences=1)
         assert abs(kept.host / 2**30 - line["host GiB"]) < 0.01
         chip = kept.chip / 2**30
@@ -141,8 +142,8 @@ def test_a_plan_keeps_nearly_what_the_compiler_counted(machine):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("command", [["--plan"], ["--run", "layers"], ["--check"]])
 def test_a_plan_comes_before_anything_runs(command, monkeypatch, capsys):
-    monkeypatch.setattr(largest, "MODEL", {"width": 128, "vocabulary": 128})
-    machine = largest.Machine("a machine", "gpu", 0.003, 1.0, 0.02)
+    monkeypatch.setattr(trainings, "MODEL", {"width": 128, "vocabulary": 128})
+    machine = trainings.Machine("a machine", "gpu", 0.003, 1.0, 0.02)
     monkeypatch.setattr(fits, "here", lambda: machine)
     started = mock.Mock(side_effect=KeyboardInterrupt)
     monkeypatch.setattr(largest, "run", started)
@@ -153,7 +154,7 @@ def test_a_plan_comes_before_anything_runs(command, monkeypatch, capsys):
     assert started.called == (command != ["--plan"])
     title, _, *rows = capsys.readouterr().out.strip().splitlines()
     assert title == "by arithmetic: a machine; 8 sequences of 1,024 tokens"
-    for row, name in zip(rows, largest.TRAININGS, strict=True):
+    for row, name in zip(rows, trainings.TRAININGS, strict=True):
         assert row.startswith(name)
     # 2 layers of 196,864 parameters, and 16,512 of the rest: 16 bytes for each and the
     # inputs of two layers, 8 MiB, are more than the 3.1 MiB of the chip.
@@ -175,8 +176,8 @@ def wrong_layer(read):
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_a_check_finds_a_layer_from_a_wrong_place(monkeypatch, is_wrong, capsys):
-    monkeypatch.setattr(largest, "MODEL", {"width": 128, "vocabulary": 128})
-    monkeypatch.setattr(largest, "LENGTH", 16)
+    monkeypatch.setattr(trainings, "MODEL", {"width": 128, "vocabulary": 128})
+    monkeypatch.setattr(trainings, "LENGTH", 16)
     name = "layers, all of it on the host"
     command = ["largest", "--check", "--only", name, "--layers", "3", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", command)

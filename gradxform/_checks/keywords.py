@@ -135,8 +135,11 @@ class Jitted:
         self._trees, self._keeps_bools = trees, keeps_bools
 
         def run(statics: Statics, /, *args: Any, **arrays: Any) -> Any:
-            with _Explained(arrays):
+            try:
                 return f(*args, **joined(statics, arrays))
+            except _NOT_KNOWN as error:
+                _explain(error, arrays)
+                raise
 
         # Programs and JAX's errors have the names of the arguments. JAX fails if a
         # keyword has the name of one, too, which is by position only.
@@ -152,22 +155,22 @@ class Jitted:
         donated = tuple(n + 1 for n in donate_argnums)
         self._jitted = jax.jit(run, static_argnums=0, donate_argnums=donated)
 
-    def __call__(self, *args: Any, **keywords: Any) -> Any:
+    def __call__(self, /, *args: Any, **keywords: Any) -> Any:
         """Runs the function."""
         statics, arrays = self._checked(args, keywords)
         return self._jitted(statics, *args, **arrays)
 
-    def lower(self, *args: Any, **keywords: Any) -> jax.stages.Lowered:
+    def lower(self, /, *args: Any, **keywords: Any) -> jax.stages.Lowered:
         """As of a jitted function; what it compiles takes the arrays alone."""
         statics, arrays = self._checked(args, keywords)
         return self._jitted.lower(statics, *args, **arrays)
 
-    def trace(self, *args: Any, **keywords: Any) -> jax.stages.Traced:
+    def trace(self, /, *args: Any, **keywords: Any) -> jax.stages.Traced:
         """As of a jitted function."""
         statics, arrays = self._checked(args, keywords)
         return self._jitted.trace(statics, *args, **arrays)
 
-    def eval_shape(self, *args: Any, **keywords: Any) -> Any:
+    def eval_shape(self, /, *args: Any, **keywords: Any) -> Any:
         """As of a jitted function."""
         statics, arrays = self._checked(args, keywords)
         return self._jitted.eval_shape(statics, *args, **arrays)
@@ -201,23 +204,13 @@ def _raise_static(batch: tuple[Any, ...]) -> None:
             )
 
 
-class _Explained:
+def _explain(error: Exception, arrays: Mapping[str, Any]) -> None:
     """Adds to JAX's error about a number whose value is not known, which it may be."""
-
-    def __init__(self, arrays: Mapping[str, Any]) -> None:
-        self._arrays = arrays
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        names = [k for k, x in self._arrays.items() if any(map(_is_number, _leaves(x)))]
-        if isinstance(error, _NOT_KNOWN) and names:
-            error.add_note(
-                f"A number in a keyword is an array here: {_listed(names)}. If the "
-                "function needs its value, bind it: functools.partial(f, "
-                f"{names[0]}=...)."
-            )
+    if names := [k for k, x in arrays.items() if any(map(_is_number, _leaves(x)))]:
+        error.add_note(
+            f"A number in a keyword is an array here: {_listed(names)}. If the "
+            f"function needs its value, bind it: functools.partial(f, {names[0]}=...)."
+        )
 
 
 def _leaves(x: Any) -> list[Any]:
@@ -273,9 +266,11 @@ def check_read(
       loss: what the loss takes, if there is one.
       given: further words that need no reader.
     """
+    unknown = {k: x for k, x in extra.items() if k not in {*CONVENTIONAL, *given}}
+    if not unknown:
+        return
     named = named_by(tx, state)
-    needless = named.union(CONVENTIONAL, given)
-    unknown = {k: x for k, x in extra.items() if k not in needless}
+    unknown = {k: x for k, x in unknown.items() if k not in named}
     if not unknown:
         return
     lost = [*unknown]
@@ -295,6 +290,27 @@ def check_read(
                 lost.append(k)
     if lost:
         raise TypeError(_words_of_error(lost[0], loss, named, others=others))
+
+
+def check_loss_reads(
+    loss_fn: Callable[[dict[str, Any]], Any],
+    of_loss: dict[str, Any],
+    loss: Words,
+    named: Collection[str],
+) -> None:
+    """Raises ``TypeError`` if a loss with ``**kwargs`` drops a slip in a gate's word.
+
+    ``loss_fn(of_loss)`` runs it. It is traced a second time only if there may be such
+    a slip. What it drops otherwise, as of a batch with many names, nobody else misses.
+    """
+    others = {k: x for k, x in of_loss.items() if k not in loss.names}
+    slips = {
+        k: x
+        for k, x in others.items()
+        if slip(k, named) and not any(map(is_static, _leaves(x)))
+    }
+    for word in _unread(lambda words: loss_fn({**of_loss, **words}), slips):
+        raise TypeError(_words_of_error(word, loss, named, others=False))
 
 
 def check_slips(extra: Collection[str], named: Collection[str]) -> None:

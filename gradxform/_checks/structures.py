@@ -390,6 +390,13 @@ def _not_own(path: Path, given: str, wanted: str) -> TypeError:
     )
 
 
+# What to do with a module that has more than its parameters.
+_DIVIDE = (
+    "Pass the arrays of a module alone. Of Equinox: params, rest = eqx.partition("
+    "module, eqx.is_inexact_array), and eqx.combine(params, rest) in the loss."
+)
+
+
 def check_arrays(params: optax.Params) -> None:
     """Raises unless parameters are arrays or numbers, and there are any.
 
@@ -402,12 +409,25 @@ def check_arrays(params: optax.Params) -> None:
         raise ValueError(
             f"params has no array, got {params!r}: pass a tree with at least one."
         )
-    for path, p in flat:
+    check_leaves(params)
+
+
+def check_leaves(params: optax.Params) -> None:
+    """Raises ``TypeError`` at the first parameter that is neither array nor number."""
+    for path, p in jax.tree.leaves_with_path(params):
         if not hasattr(p, "dtype") and not isinstance(p, complex | float | int):
             raise TypeError(
-                f"params has {p!r} at {path_name(path)}, which is no array. Pass the "
-                "arrays of a module alone: those of Equinox are "
-                "eqx.filter(module, eqx.is_inexact_array)."
+                f"params has {p!r} at {path_name(path)}, which is no array. {_DIVIDE}"
+            )
+
+
+def check_learnable(params: optax.Params) -> None:
+    """Raises ``TypeError`` at the first parameter that has no derivative."""
+    for path, p in maps.leaves_with_path(params):
+        if p is not None and not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
+            raise TypeError(
+                f"params has {describe(p)} at {path_name(path)}, which has no "
+                f"gradient: let trainable be False there. {_DIVIDE}"
             )
 
 

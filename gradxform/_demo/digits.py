@@ -10,7 +10,7 @@ import numpy as np
 import optax
 
 # From parameters, images and labels: the loss and its gradient.
-Gradient: TypeAlias = Callable[..., tuple[jax.Array, optax.Updates]]
+GradientFunction: TypeAlias = Callable[..., tuple[jax.Array, optax.Updates]]
 
 
 class Digits(NamedTuple):
@@ -39,7 +39,7 @@ class Model(NamedTuple):
     """Pure functions of the parameters, each compiled once for all workers."""
 
     params: optax.Params
-    gradient: Gradient
+    gradient: GradientFunction
     logits: Callable[[optax.Params, np.ndarray], jax.Array]
 
 

@@ -39,7 +39,7 @@ def sums(
     return jax.tree.unflatten(treedef, whole), together
 
 
-def means(
+def layer_means(
     layers: PyTree[jax.Array], axis_name: AxisName, stacked: list[int]
 ) -> PyTree[jax.Array]:
     """The mean of each layer over all devices; as :func:`sums`, with means."""
@@ -123,7 +123,7 @@ def is_equal(x: jax.Array, names: Iterable[str]) -> bool:
     return all(n not in _varying(x) and _is_tracked(n) for n in names)
 
 
-def check_parts(
+def check_reduced(
     name: str, tree: PyTree[Leaf], names: tuple[str, ...], why: str = ""
 ) -> None:
     """Raises ``ValueError`` if a leaf is not summed over an axis that is not named."""
@@ -148,12 +148,12 @@ def as_own(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
     return versions.to_varying(x, [n for n in tracked if n not in _varying(x)])
 
 
-def as_part(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
-    """:func:`as_own` for a part of a sum. On explicit axes it is unreduced."""
+def as_unreduced(x: jax.Array, names: tuple[str, ...]) -> jax.Array:
+    """:func:`as_own` of an array that is yet to be summed: unreduced, where typed."""
     return versions.to_unreduced(as_own(x, names), names)
 
 
-def sum_of_parts(tree: PyTree[T], names: tuple[str, ...]) -> PyTree[T]:
+def summed_over(tree: PyTree[T], names: tuple[str, ...]) -> PyTree[T]:
     """The sum over the devices of these axes, with one collective; of numbers, too."""
     tree = jax.tree.map(
         lambda x: versions.to_reduced(x) if isinstance(x, jax.Array) else x, tree

@@ -138,7 +138,7 @@ def accumulate(
         if not skip_nonfinite:
             return True, None
         hint = "skip_nonfinite must know each gradient, so it takes no part of a sum: "
-        mesh.check_parts("updates", updates, (), hint)
+        mesh.check_reduced("updates", updates, (), hint)
         return _all_finite(updates, global_step, names), None
 
     return Accumulator(

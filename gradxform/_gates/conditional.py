@@ -35,10 +35,10 @@ def typed_cond(
     v5e both have the same figures.
 
     XLA for TPU never selects by itself. With ``"select"`` the program does, unless
-    ``apply`` has side effects, so no array comes out of a conditional. In 12 dense
-    layers on v5e, a push to ``gx.accumulate`` of SGD moves 5.0 N instead of 7.2 N with
-    ``optax.apply_updates``. On CPU it would move 11.0 N instead of 9.6 N, so other
-    platforms decide by the bool.
+    ``apply`` has side effects, so no array comes out of a conditional. By the
+    compilers' counts, in 12 dense layers a push to ``gx.accumulate`` of SGD then moves
+    5.0 N on v5e instead of 7.2 N with ``optax.apply_updates``. On CPU it would move
+    11.0 N instead of 9.6 N, so other platforms decide by the bool.
     """
     skipped, before, _ = _traced(skip)
 

@@ -187,10 +187,10 @@ class Accumulator:
         """What becomes of a push."""
         accepted, factor = self.enters(updates, state.global_step, extra)
         structures.check_shapes("updates", updates, "accumulated", state.accumulated)
-        mesh.check_parts("updates", updates, self.names)
+        mesh.check_reduced("updates", updates, self.names)
         if self.names:
             mesh.check_axes(self.names, state.accumulated)
-            updates, state = self._parts(updates), self._of_device(state)
+            updates, state = self._unreduced(updates), self._of_device(state)
         count = increment_if(accepted, state.num_accumulated)
         full = accepted & self._is_enough(count, state.global_step)
         if last is not None:
@@ -349,10 +349,10 @@ class Accumulator:
             lambda x, g: narrow(x, maps.gradient_dtype(g)), total, updates
         )
 
-    def _parts(self, updates: optax.Updates) -> optax.Updates:
-        as_part = functools.partial(mesh.as_part, names=self.names)
+    def _unreduced(self, updates: optax.Updates) -> optax.Updates:
+        as_unreduced = functools.partial(mesh.as_unreduced, names=self.names)
         return maps.map_leaves(
-            lambda g: as_part(g) if isinstance(g, jax.Array) else g, updates
+            lambda g: as_unreduced(g) if isinstance(g, jax.Array) else g, updates
         )
 
     def _of_device(
@@ -360,12 +360,12 @@ class Accumulator:
     ) -> ConditionalAccumulatorState:
         """The same state; sums, weights and counts of rows have types of one device."""
         as_own = functools.partial(mesh.as_own, names=self.names)
-        as_part = functools.partial(mesh.as_part, names=self.names)
+        as_unreduced = functools.partial(mesh.as_unreduced, names=self.names)
         return state._replace(
             total_weight=as_own(state.total_weight),
             leaf_weights=as_own(state.leaf_weights),
             carried=as_own(state.carried),
-            accumulated=jax.tree.map(as_part, state.accumulated),
+            accumulated=jax.tree.map(as_unreduced, state.accumulated),
             row_counts=jax.tree.map(as_own, state.row_counts),
         )
 
@@ -392,8 +392,8 @@ def _map_backwards(
 
     On GPU the gradient of a matrix waits for the sum before it. Otherwise the compiler
     adds all of them in one kernel, and so keeps them all: 1.00 N instead of 0.10 N of
-    12 dense layers on an H100. A table does not wait: its gradient may be scattered
-    into its sum, without an array of its own.
+    12 dense layers, by its count for an H100. A table does not wait: its gradient may
+    be scattered into its sum, without an array of its own.
     """
     leaves = zip(*map(maps.leaves, (updates, *rest)), strict=True)
     results: list[Leaf] = []
@@ -460,7 +460,7 @@ def _over_devices(
     ``n`` is one array with a number for each leaf, or a list with an array for each.
     """
     wide = jax.tree.map(dtypes.widen, total)
-    sums, n = mesh.sum_of_parts((wide, n), names)
+    sums, n = mesh.summed_over((wide, n), names)
     divisors = n if isinstance(n, list) else constants.unstacked(n)
 
     def quotient(x: Leaf, n: jax.typing.ArrayLike, old: Leaf) -> Leaf:

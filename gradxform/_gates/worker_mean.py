@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 import jax
@@ -187,18 +188,7 @@ def worker_mean(
         # The first phase of a cycle ends with the push that completes the table, which
         # makes the first step. In the second phase each worker makes one.
         full = accepted & (complete | jnp.any(state.stepped)) & ~ahead
-        means = boxes.as_in(updates, state.means)
-        numbers = constants.unstacked(state.carried + 1)
-        number = jax.tree.unflatten(maps.structure(updates), numbers)
-
-        def of_row(g: Gradient, means: jax.Array, number: jax.Array) -> jax.Array:
-            # of the means of so many steps
-            share = 1 / number.astype(dtypes.compute_dtype(means))
-            mean = arithmetic.scale(_row(means, row), share)
-            return narrow(mean, maps.gradient_dtype(g))
-
-        def mean(_: object) -> optax.Updates:
-            return maps.map_updates(of_row, updates, means, number)
+        means = _means(updates, state, row, waits=method == "all")
 
         def settle(
             state: WorkerMeanState, applied: jax.Array, _: object
@@ -210,7 +200,9 @@ def worker_mean(
                 return _cleared(applied, _restarted(full, state), row, updates)
             return _next_in_cycle(state, i, row, full, ahead, applied)
 
-        return Decision(full, accepted, mean, state, extra, settle=settle, ordered=True)
+        return Decision(
+            *(full, accepted, means, state, extra), settle=settle, ordered=True
+        )
 
     init = functools.partial(_init, inner, n, method, accumulator_dtype)
     return gate.gate(init, inner, decide)
@@ -346,6 +338,24 @@ def _with_waiting(
     carried = jnp.where(acts, 0, state.carried + present.astype(jnp.int32))
     carried = jnp.where(full, carried, state.carried)
     return state._replace(present=present, carried=carried)
+
+
+def _means(
+    updates: optax.Updates, state: WorkerMeanState, row: jax.Array, *, waits: bool
+) -> Callable[[object], optax.Updates]:
+    """What ``inner`` gets: a row of the means, divided by how many steps are in it."""
+    means = boxes.as_in(updates, state.means)
+    numbers = constants.unstacked(state.carried + 1)
+    number = jax.tree.unflatten(maps.structure(updates), numbers)
+
+    def of_row(g: Gradient, means: jax.Array, number: jax.Array) -> jax.Array:
+        mean = _row(means, row)
+        if waits:
+            share = 1 / number.astype(dtypes.compute_dtype(means))
+            mean = arithmetic.scale(mean, share)
+        return narrow(mean, maps.gradient_dtype(g))
+
+    return lambda _: maps.map_updates(of_row, updates, means, number)
 
 
 def _restarted(begins: jax.Array, state: WorkerMeanState) -> WorkerMeanState:

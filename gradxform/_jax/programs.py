@@ -55,6 +55,12 @@ class InnerProgram(NamedTuple):
     jaxpr: Jaxpr
     consts: Sequence[Any]  # Arrays, also of NumPy.
 
+    @classmethod
+    def needed(cls, closed: ClosedJaxpr) -> InnerProgram:
+        """A program without equations that nothing needs."""
+        eqns = jaxprs.equations(closed.jaxpr)
+        return cls(closed.jaxpr.replace(eqns=eqns), closed.consts)
+
     def run(
         self, inputs: Sequence[Any], rule: jaxprs.EquationRule | None = None
     ) -> list[Any]:
@@ -99,14 +105,15 @@ def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:
     What makes a variable of it by slices is no use.
     """
     values = jaxprs.derived_from(jaxpr, [operand])
-    for index, eqn in enumerate(jaxpr.eqns):
+    eqns = jaxprs.equations(jaxpr)
+    for index, eqn in enumerate(eqns):
         found = jaxprs.among(eqn.invars, values)
         if not found or jaxprs.follows(eqn):
             continue
         if OPERATIONS.get(jaxprs.name_of(eqn)) is not Runs.ONCE:
             return (index,)
         return index, *first_use(program(eqn).jaxpr, min(found))
-    return (len(jaxpr.eqns),)
+    return (len(eqns),)
 
 
 def with_placements(closed: ClosedJaxpr) -> ClosedJaxpr:

@@ -16,7 +16,7 @@ import optax
 
 from gradxform._gates import gate
 from gradxform._jax import compilers, jaxprs, versions
-from gradxform._layers.step_leaves import Args, Layer, StepLeaves
+from gradxform._layers.step_leaves import Layer, StepArgs, StepLeaves
 from gradxform._rows import boundary
 from gradxform._rows.lookup import Offsets
 from gradxform._slices import slices
@@ -81,7 +81,7 @@ class Update:
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
         sources: list[Source | None],
-        args: Args,
+        args: StepArgs,
         with_tables: Callable[..., optax.Updates],
     ) -> Update:
         """Traces the step of ``tx``.

@@ -25,7 +25,7 @@ from gradxform._layers.by_layer import Update
 from gradxform._rows.lookup import LossOfRows, Offsets, Tables
 from gradxform._slices.kinds import Whole
 from gradxform._slices.slices import MixedSlicesError, Source
-from gradxform._trees import dtypes, maps
+from gradxform._trees import maps
 from gradxform._trees.types import ByIndex, Path
 
 
@@ -135,19 +135,9 @@ def _leaves(
     learning: optax.Params,
     params: optax.Params,
 ) -> tuple[ByIndex, Collection[int]]:
-    """The leaves that learn and all stacks, by index; indices of frozen stacks.
-
-    Raises:
-      TypeError: a leaf that should learn has no gradient.
-    """
+    """The leaves that learn and all stacks, by index; indices of frozen stacks."""
     flat = dict(enumerate(maps.leaves(learning)))
     learns = {n: p for n, p in flat.items() if maps.has_gradient(p)}
-    for n, p in learns.items():
-        if not jnp.issubdtype(dtypes.dtype_of(p), jnp.inexact):
-            raise TypeError(
-                f"{dtypes.dtype_of(p)} at {structures.path_name(names[n])} has no "
-                "gradient: let trainable be False there."
-            )
     all_leaves = enumerate(maps.leaves(params))
     frozen = {n: p for n, p in all_leaves if names[n] in paths and n not in learns}
     return dict(sorted((learns | frozen).items())), frozen  # As JAX orders them.

@@ -484,7 +484,7 @@ def forward(
     def loss(dense: ByIndex, inside: jax.Array) -> Any:
         reader.always = inside
         inputs = [stacks[n] if n in stacks else dense[n] for n in leaves]
-        program = InnerProgram(closed.jaxpr, closed.consts)
+        program = InnerProgram.needed(closed)
         results = Forward(reader).results(program, inputs)
         inside, reader.always = reader.always, always
         return (results[0], inside), results

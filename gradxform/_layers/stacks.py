@@ -77,7 +77,7 @@ class StackVariable(LeafVariable):
         return order or ()
 
     @property
-    def is_stack(self) -> bool:
+    def is_itself(self) -> bool:
         """Whether it is the stack itself."""
         return self.order is not None and [*self.order] == sorted(self.order)
 

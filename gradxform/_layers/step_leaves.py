@@ -21,7 +21,7 @@ from gradxform._trees import maps
 from gradxform._trees.types import ByIndex, Path
 
 # Parameters, state, gradients of leaves and of rows, and extra arguments.
-Args: TypeAlias = tuple[
+StepArgs: TypeAlias = tuple[
     optax.Params,
     optax.OptState,
     tuple[optax.Updates, Offsets],
@@ -74,7 +74,7 @@ class StepLeaves:
         tx: optax.GradientTransformation,
         arrays: Mapping[Path, Whole],
         sources: list[Source | None],
-        args: Args,
+        args: StepArgs,
         policy: Policy,
     ) -> StepLeaves:
         """The leaves of ``args``, with those that have layers where these can be read.

@@ -72,7 +72,7 @@ class EvaluationReader:
     def whole(self, stack: StackVariable, use: Use | None) -> jax.Array:
         """All of a variable, on the device; a result that is a stack stays there."""
         array = self.arrays[stack.index]
-        if use is None and stack.is_stack:
+        if use is None and stack.is_itself:
             return array
         self.uses.setdefault(stack.path, use)
         return stack.whole(array)
@@ -186,7 +186,7 @@ class EvaluationReader:
     def _to_carry(self, stacks: Mapping[int, StackVariable]) -> ByIndex:
         """The arrays of stacks for a loop: where they lie, if they are as they came."""
         return {
-            k: self.arrays[x.index] if x.is_stack else x.whole(self.arrays[x.index])
+            k: self.arrays[x.index] if x.is_itself else x.whole(self.arrays[x.index])
             for k, x in stacks.items()
         }
 
@@ -294,7 +294,7 @@ def _left(
     def array(k: int, x: Operand) -> jax.Array:
         if isinstance(x, StackVariable):
             there = reader.arrays[x.index]
-            x = there if k in old and x.is_stack else x.whole(there)
+            x = there if k in old and x.is_itself else x.whole(there)
         return host.to_memory_of(x, old[k]) if k in old else x
 
     return [array(k, x) for k, x in enumerate(results)]

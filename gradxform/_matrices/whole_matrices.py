@@ -264,7 +264,7 @@ class CutStep:
         layout = Layout.of(self.update, self._arguments(placed), _sizes(placed.mesh))
         run = functools.partial(self.run, groups=layout.groups())
         if placed.types:
-            meshes.check_parts("updates", self.leaves, ())
+            meshes.check_reduced("updates", self.leaves, ())
             results = self._typed(arrays, run, layout.names, placed.types)
         else:
             results = run(arrays, mesh=placed.mesh)

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._checks import structures
 from gradxform._devices import host
 from gradxform._jax import compilers, versions
 from gradxform._trees import dtypes
@@ -99,6 +100,7 @@ def full(
 
     If ``dtype`` is None, it is ``default`` of the parameter.
     """
+    structures.check_leaves(params)
     if axes is not None:
         params = unboxed(params)
     return map_params(
@@ -127,7 +129,7 @@ def unstacked(x: jax.Array) -> list[jax.Array]:
     """The numbers of a vector, such as one for each leaf of a tree.
 
     The compiler does not know their indices. So all leaves of a shape have one kernel:
-    for 600 leaves a program compiles in 2 s on CPU, and not in 12 s.
+    600 leaves compile in 5 s of a CPU, and not in 21 s.
     """
     indices, x = compilers.barrier(([*map(jnp.uint32, range(len(x)))], x))
     return [jax.lax.dynamic_index_in_dim(x, i, keepdims=False) for i in indices]

@@ -52,6 +52,7 @@ def check_stacked(stacked_axes: StackedAxes, params: optax.Params) -> PyTree[int
                 f"shape {list(jnp.shape(p))}, got {stacked}."
             )
 
+    structures.check_leaves(params)
     axes = structures.prefix("stacked_axes", _or_zero(stacked_axes), params)
     jax.tree.map_with_path(check, params, axes)
     return axes
@@ -118,7 +119,7 @@ def means(
     if axis_name is None:
         return layers
     names = maps.prefix_of(axis_name, tree)
-    return mesh.means(layers, names, jax.tree.leaves(depths))
+    return mesh.layer_means(layers, names, jax.tree.leaves(depths))
 
 
 def alone(updates: optax.Updates) -> optax.Updates:

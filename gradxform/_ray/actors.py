@@ -12,7 +12,7 @@ import optax
 
 from gradxform._checks import arguments, structures
 from gradxform._ray.followers import CALLS, Follower
-from gradxform._ray.layout import Layout, Shardings
+from gradxform._ray.layout import ServerLayout, Shardings
 from gradxform._ray.leader import Leader
 from gradxform._ray.messages import PushMessage
 from gradxform._ray.process import LOOPBACK
@@ -57,7 +57,7 @@ def options_of(
 
 def layout_of(
     params: optax.Params, processes: int, shardings: Shardings | None
-) -> Layout | None:
+) -> ServerLayout | None:
     """The layout of parameters over several processes; None for one process.
 
     Raises:
@@ -67,7 +67,7 @@ def layout_of(
     if processes == 1 and shardings is None:
         return None
     types = jax.eval_shape(params) if is_function(params) else params
-    layout = Layout.of(types, processes, shardings)
+    layout = ServerLayout.of(types, processes, shardings)
     return layout if layout.processes > 1 else None
 
 
@@ -84,7 +84,7 @@ class Processes:
     """
 
     def __init__(
-        self, layout: Layout | None, job: Job, options: Mapping[str, Any]
+        self, layout: ServerLayout | None, job: Job, options: Mapping[str, Any]
     ) -> None:
         self._ray = ray = require("ray", "ray")
         self.layout, self._options = layout, dict(options)
@@ -108,7 +108,7 @@ class Processes:
         return actor
 
     def _group(
-        self, layout: Layout, checkpoint: Checkpoint | None, check: Check
+        self, layout: ServerLayout, checkpoint: Checkpoint | None, check: Check
     ) -> ActorHandle[Leader]:
         ray = self._ray
         options = dict(self._options)
@@ -171,7 +171,7 @@ class Processes:
 
 
 def message(
-    layout: Layout | None, grads: optax.Updates, extra: dict[str, Any]
+    layout: ServerLayout | None, grads: optax.Updates, extra: dict[str, Any]
 ) -> tuple[optax.Updates | PushMessage, dict[str, Any]]:
     """The arguments of a push, as the server's actor takes them.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from gradxform._checks import arguments
 from gradxform._ray.actors import Processes, layout_of, options_of
 from gradxform._ray.connect import Connection, connect
-from gradxform._ray.layout import Layout, Shardings
+from gradxform._ray.layout import ServerLayout, Shardings
 from gradxform._ray.servers import RayServer, WorkersServer
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
@@ -168,7 +168,11 @@ class _RayWorker:
     """A worker in a process of its own."""
 
     def __init__(
-        self, index: int, worker: Worker, layout: Layout | None, late: MaxStaleness
+        self,
+        index: int,
+        worker: Worker,
+        layout: ServerLayout | None,
+        late: MaxStaleness,
     ) -> None:
         self._index, self._worker, self._layout = index, worker, layout
         self._limit = _work.limit_of(late)
@@ -185,7 +189,9 @@ class _RayWorker:
         """
         server, worker = WorkersServer(actor, self._layout), self._worker
         try:
-            gradient = _work.Gradient(self._index, number, worker, server, self._limit)
+            gradient = _work.WorkerGradient(
+                self._index, number, worker, server, self._limit
+            )
             if is_past(gradient.local_step, incarnation):
                 raise _work.ServerDiedError  # Another caller has replaced it.
             return gradient.work(time.sleep)

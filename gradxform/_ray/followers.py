@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from gradxform._ray.messages import PushMessage, packed_parts
-from gradxform._ray.process import joined, part_of
+from gradxform._ray.process import joined_process, part_of
 from gradxform._ray.wire import Bytes
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.programs import Prepared
@@ -128,11 +128,11 @@ class Follower:
         self,
         coordinator: str,
         given: list[Any],
-        layout: Layout,
+        layout: ServerLayout,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Becomes one of the processes; see :meth:`Leader.join`."""
-        self.process = joined(coordinator, self._index, given, layout)
+        self.process = joined_process(coordinator, self._index, given, layout)
         if checkpoint is not None:
             self._store = Store(checkpoint, together=True)
 

@@ -26,11 +26,11 @@ AXIS = "server"  # The name of the mesh's axis.
 LARGE = 1 << 20  # Bytes: a larger array is cut, unless the user says otherwise.
 
 Type: TypeAlias = jax.ShapeDtypeStruct  # Shape and dtype of a leaf.
-# How a user wants parameters to be cut; None for the default. See `Layout.of`.
+# How a user wants parameters to be cut; None for the default. See `ServerLayout.of`.
 Shardings: TypeAlias = PyTree[P | None] | Callable[[str, tuple[int, ...]], P | None]
 
 
-class Layout(NamedTuple):
+class ServerLayout(NamedTuple):
     """Where the leaves of a tree lie.
 
     Attributes:
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(
         cls, params: PyTree[Param], processes: int, shardings: Shardings = None
-    ) -> Layout:
+    ) -> ServerLayout:
         """The layout of parameters.
 
         Args:
@@ -118,7 +118,7 @@ class Layout(NamedTuple):
         """A process's part of an array that is cut along this axis."""
         return np.ascontiguousarray(np.split(x, self.processes, cut)[process])
 
-    def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> Layout:
+    def of_state(self, init: Callable[[optax.Params], optax.OptState]) -> ServerLayout:
         """The layout of the optimizer state: each leaf is cut like its parameter.
 
         To find the axis to cut, it calls ``init`` with longer parameters: the axis of
@@ -143,7 +143,7 @@ class Layout(NamedTuple):
             return axes[0] if axes and x.shape[axes[0]] % self.processes == 0 else None
 
         cuts = tuple(cut_of(path, x) for path, x in jax.tree.leaves_with_path(types))
-        return Layout(types, cuts, self.processes)
+        return ServerLayout(types, cuts, self.processes)
 
     def map(self, f: Callable[[Type, int | None], T]) -> PyTree[T]:
         """The tree of ``f(type, cut)`` of each leaf."""

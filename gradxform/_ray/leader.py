@@ -16,9 +16,9 @@ import jax
 import numpy as np
 
 from gradxform._ray.followers import Followers
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from gradxform._ray.messages import PushMessage
-from gradxform._ray.process import Process, joined
+from gradxform._ray.process import Process, joined_process
 from gradxform._ray.transport import RayTransport
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.placement import Leaves
@@ -148,7 +148,7 @@ class Leader(RecoverableServer):
         self,
         followers: list[Any],
         given: list[Any],
-        layout: Layout,
+        layout: ServerLayout,
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Becomes one of the processes, and takes its part of the parameters.
@@ -159,7 +159,7 @@ class Leader(RecoverableServer):
           layout: of the parameters.
           checkpoint: where and how often the run is saved.
         """
-        self.process = joined(self._coordinator, 0, given, layout)
+        self.process = joined_process(self._coordinator, 0, given, layout)
         self._reserved.close()
         transport = GroupTransport(self.process, Followers(followers, self._end))
         pushes = self.process.pushes

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 
 from gradxform._ray import wire
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from gradxform._ray.wire import Bytes, Payload
 from gradxform._rows.stored_rows import unchecked
 from gradxform._rows.table_rows import TableRows
@@ -48,7 +48,7 @@ class PushMessage(NamedTuple):
 
     @classmethod
     def of(
-        cls, layout: Layout, grads: optax.Updates, extra: dict[str, Any]
+        cls, layout: ServerLayout, grads: optax.Updates, extra: dict[str, Any]
     ) -> list[PushMessage]:
         """Packs a worker's push, for each process.
 

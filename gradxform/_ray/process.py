@@ -19,9 +19,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 
 from gradxform._devices import host
-from gradxform._ray.layout import AXIS, Layout, spec
+from gradxform._ray.layout import AXIS, ServerLayout, spec
 from gradxform._ray.messages import Part
-from gradxform._server.core import Core
+from gradxform._server.core import ServerCore
 from gradxform._server.placement import is_function, leaves_like, with_gate
 from gradxform._server.programs import Prepared, PushPrograms, check_finite, in_sizes
 from gradxform._server.reader import Reader
@@ -43,8 +43,8 @@ class Process:
 
     Args:
       job: what the server runs. Its parameters are this process's part, as
-        :meth:`Layout.part` gives it; or a function without arguments that gives all of
-        them. The function is compiled, so no process ever holds the whole.
+        :meth:`ServerLayout.part` gives it; or a function without arguments that gives
+        all of them. The function is compiled, so no process ever holds the whole.
       layout: of the parameters.
       mesh: of one device of each process, along ``"server"``.
 
@@ -53,7 +53,7 @@ class Process:
       layouts: of parameters and state.
     """
 
-    def __init__(self, job: Job, layout: Layout, mesh: Mesh) -> None:
+    def __init__(self, job: Job, layout: ServerLayout, mesh: Mesh) -> None:
         self._mesh, self._require_finite = mesh, job.require_finite
         self.pushes, params = job.pushes, job.params
         state = jax.eval_shape(job.tx.init, layout.types)
@@ -68,7 +68,7 @@ class Process:
                 params = jax.block_until_ready(jax.tree.unflatten(tree, own))
             init = made("tx.init(params)", tx.init, self.layouts[1], mesh)
             state = init(params)
-        self.core = Core(tx, params, state, job.donate, self._prepared)
+        self.core = ServerCore(tx, params, state, job.donate, self._prepared)
         self.reader = Reader([part_of(x) for x in self.core.version.leaves])
 
     # Pushes.
@@ -115,7 +115,7 @@ class Process:
 
 
 def made(
-    name: str, make: Callable[..., T], layout: Layout, mesh: Mesh
+    name: str, make: Callable[..., T], layout: ServerLayout, mesh: Mesh
 ) -> Callable[..., T]:
     """Compiles ``make``, so that each process gets only its parts of the result."""
 
@@ -133,7 +133,9 @@ def part_of(x: jax.Array) -> jax.Array:
     return x.addressable_data(0)
 
 
-def joined(coordinator: str, index: int, given: list[Any], layout: Layout) -> Process:
+def joined_process(
+    coordinator: str, index: int, given: list[Any], layout: ServerLayout
+) -> Process:
     """Makes this process one of several, with its part of the parameters.
 
     Args:

@@ -14,7 +14,7 @@ import optax
 from gradxform._checks import arguments
 from gradxform._ray.actors import Check, Processes, message
 from gradxform._ray.connect import Connection
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from gradxform._server.checkpoints import Checkpoint
 from gradxform._server.extras import require
 from gradxform._server.records import Ahead, PushResult, ServerStatus
@@ -152,7 +152,7 @@ class RayServer:
 class WorkersServer:
     """The server for a worker: one actor, which is never replaced."""
 
-    def __init__(self, actor: ActorHandle[Any], layout: Layout | None) -> None:
+    def __init__(self, actor: ActorHandle[Any], layout: ServerLayout | None) -> None:
         self._actor, self._layout = actor, layout
         self._ray = require("ray", "ray")
 

@@ -13,7 +13,7 @@ from gradxform._ray.followers import Followers
 from gradxform._ray.messages import Gathered, Joined, packed_parts
 from gradxform._ray.process import part_of
 from gradxform._ray.wire import Bytes, Payload
-from gradxform._server.core import Core
+from gradxform._server.core import ServerCore
 from gradxform._server.placement import copy
 from gradxform._server.reader import Form, Ids, PullRequest, size_for
 from gradxform._server.records import GlobalStep
@@ -66,7 +66,7 @@ class RayTransport(Transport):
 
     def __init__(
         self,
-        core: Core,
+        core: ServerCore,
         cuts: Iterable[int | None] = (),
         followers: Followers | None = None,
     ) -> None:

@@ -88,6 +88,7 @@ def lazy(
     inner = with_any_extra_args(inner)
 
     def init_fn(params: optax.Params) -> optax.OptState:
+        structures.check_leaves(params)
         return inner.init(maps.stored(params))
 
     def update_fn(

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from gradxform._devices.mesh import axes_of
 
-Array: TypeAlias = jax.Array | np.ndarray[Any, Any]
-A = TypeVar("A", bound=Array)
+AnyArray: TypeAlias = jax.Array | np.ndarray[Any, Any]
+A = TypeVar("A", bound=AnyArray)
 
 
 def rows_of(name: str, indices: A, height: int) -> A:
@@ -58,7 +58,7 @@ def inside_or_padding(indices: A, height: int) -> A:
     return where(inside, indices.astype(np.int32), np.int32(height))
 
 
-def has_values(indices: Array) -> bool:
+def has_values(indices: AnyArray) -> bool:
     """Whether all values are known in this process."""
     return isinstance(indices, np.ndarray) or (
         not isinstance(indices, jax.core.Tracer) and indices.is_fully_addressable
@@ -125,12 +125,12 @@ def searchsorted(x: jax.Array, ascending: jax.Array) -> jax.Array:
     return position
 
 
-def as_array(x: object) -> Array:
+def as_array(x: object) -> AnyArray:
     """Arrays as they are; other values as NumPy arrays, which keep every integer."""
     return x if isinstance(x, jax.Array | np.ndarray) else np.asarray(x)
 
 
-def to_jax(x: Array) -> jax.Array:
+def to_jax(x: AnyArray) -> jax.Array:
     """A NumPy array as a new JAX array; a JAX array as it is.
 
     It makes a copy: since JAX 0.10 ``jnp.asarray`` compiles a program for each shape.

@@ -29,7 +29,7 @@ Prepare: TypeAlias = Callable[[PushPrograms, optax.Updates, dict[str, Any]], Pre
 Woken: TypeAlias = queue.SimpleQueue[int | records.ServerClosedError]
 
 
-class Core:
+class ServerCore:
     """What a server holds, and how one push changes it.
 
     Args:
@@ -307,9 +307,9 @@ def of_one_process(
     *,
     donate: bool = True,
     require_finite: bool = False,
-) -> Core:
+) -> ServerCore:
     """The core of a server whose arrays this process holds."""
     arguments.check_flags(donate=donate, require_finite=require_finite)
     tx, params, state = initialize(tx, params)
     prepare_it = functools.partial(prepare, require_finite)
-    return Core(tx, params, state, donate, prepare_it)
+    return ServerCore(tx, params, state, donate, prepare_it)

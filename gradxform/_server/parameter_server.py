@@ -15,7 +15,7 @@ from gradxform._server import records
 from gradxform._server.core import Woken
 from gradxform._server.records import PushResult, ServerClosedError, ServerStats
 from gradxform._server.transport import Transport
-from gradxform._trees.types import Params, Rows
+from gradxform._trees.types import Params, RowsByPath
 
 
 class ThreadServer(Generic[Params]):
@@ -37,10 +37,10 @@ class ThreadServer(Generic[Params]):
     ) -> tuple[Params, int]: ...
     @overload
     def pull(
-        self, rows: Rows | None = None, dtype: jax.typing.DTypeLike | None = None
+        self, rows: RowsByPath | None = None, dtype: jax.typing.DTypeLike | None = None
     ) -> tuple[Any, int]: ...
     def pull(
-        self, rows: Rows | None = None, dtype: jax.typing.DTypeLike | None = None
+        self, rows: RowsByPath | None = None, dtype: jax.typing.DTypeLike | None = None
     ) -> tuple[Any, int]:
         """The parameters and the global step they belong to: the next ``local_step``.
 
@@ -102,8 +102,8 @@ class ThreadServer(Generic[Params]):
 
         Raises:
           TypeError: structure, shape or dtype differ from the parameters', and the
-            error names the first such path; or ``local_step`` is no integer, or
-            ``push_id`` no such pair.
+            error names the first such path; ``local_step`` is no integer, or
+            ``push_id`` no such pair; or nothing in ``tx`` reads an extra argument.
           ValueError: ``local_step`` is negative, ahead of the server, or from before a
             :meth:`restore`; ``push_id`` is below the last one of its worker; no leaf
             has a gradient; a leaf is not finite although ``require_finite`` is set;
@@ -196,7 +196,7 @@ class ThreadServer(Generic[Params]):
           ServerClosedError: the server is closed.
         """
         self._core.check_usable(if_lost=False)
-        arrays = self._core.specs.place(state)
+        arrays = self._core.specs.put(state)
         self._turns.run(self._core.restore, arrays)
 
     def close(self) -> None:

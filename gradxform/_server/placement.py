@@ -185,9 +185,9 @@ class Specs:
 
     def __init__(self, params: optax.Params, state: optax.OptState) -> None:
         arrays = {"params": params, "state": state}
-        self.placement = place = Placement(arrays)
+        self.placement = placement = Placement(arrays)
         self.types: Arrays = jax.tree.map(
-            lambda x: place.abstract(x.aval, x.sharding), arrays
+            lambda x: placement.abstract(x.aval, x.sharding), arrays
         )
         self.shardings = jax.tree.map(lambda x: x.sharding, arrays)
         self._structure = jax.tree.structure(arrays)
@@ -202,7 +202,7 @@ class Specs:
         """The parameters from these leaves, or from what stands for them."""
         return jax.tree.unflatten(self._params_structure, leaves)
 
-    def place(self, state: Arrays) -> Arrays:
+    def put(self, state: Arrays) -> Arrays:
         """Parameters and state from any device, brought where the server's lie.
 
         Raises:

@@ -96,10 +96,12 @@ class PushPrograms:
     def _compiled(
         self, signature: Signature, grads: optax.Updates, extra: dict[str, Any]
     ) -> PushProgram:
-        (tree, types), specs, place = signature, self._specs, self._specs.placement
+        (tree, types), specs, placement = signature, self._specs, self._specs.placement
         # Each extra argument is a tree of its own.
         shardings = [*self._shardings_of(grads, 0), *self._shardings_of(extra, 1)]
-        pushed = [place.abstract(*pair) for pair in zip(types, shardings, strict=True)]
+        pushed = [
+            placement.abstract(*pair) for pair in zip(types, shardings, strict=True)
+        ]
 
         def step(leaves: Leaves, pushed: Leaves, local_step: np.int32) -> Stepped:
             """The counters are one small array: the host waits for one transfer.
@@ -117,12 +119,12 @@ class PushPrograms:
 
         args = jax.tree.leaves(specs.types), pushed, np.int32(0)
         options: dict[str, Any] = {"donate_argnums": 0} if self._donate else {}
-        if place.committed:  # Along automatic axes the compiler may choose others.
+        if placement.committed:  # Along automatic axes the compiler may choose others.
             kept = jax.tree.leaves(specs.shardings)
-            options["out_shardings"] = kept, place.everywhere
-        with place.default_device():
+            options["out_shardings"] = kept, placement.everywhere
+        with placement.default_device():
             trace = traced(step, *args, **options)
-            callbacks = Callbacks(len(place.everywhere.device_set))
+            callbacks = Callbacks(len(placement.everywhere.device_set))
             if (inside := callbacks.inside(trace)) is None:
                 return PushProgram(built(trace), shardings)
             program = compiled(inside, *args, **options)

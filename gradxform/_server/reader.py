@@ -18,7 +18,7 @@ import numpy as np
 from gradxform._checks import structures
 from gradxform._rows.rows import rows_of, take_summed
 from gradxform._server.placement import Placement, compiled
-from gradxform._trees.types import Param, PyTree, Rows
+from gradxform._trees.types import Param, PyTree, RowsByPath
 
 Ids: TypeAlias = np.ndarray[tuple[int], np.dtype[np.int32]]
 # How leaves arrive: the dtype of floating ones; None for the dtype that each has.
@@ -53,7 +53,7 @@ class TablePaths:
         self._known = structures.by_name(self._indices)
 
     def request(
-        self, rows: Rows | None, dtype: jax.typing.DTypeLike | None
+        self, rows: RowsByPath | None, dtype: jax.typing.DTypeLike | None
     ) -> PullRequest:
         """The arguments of a pull, checked.
 
@@ -128,8 +128,8 @@ class Reader:
     """
 
     def __init__(self, arrays: Sequence[jax.Array]) -> None:
-        self.placement = place = Placement(arrays)
-        self._types = [place.abstract(x.aval, x.sharding) for x in arrays]
+        self.placement = placement = Placement(arrays)
+        self._types = [placement.abstract(x.aval, x.sharding) for x in arrays]
         self._programs: dict[tuple[int, int | None, Form], Program] = {}
         self._compiling = threading.RLock()  # A signal handler may pull, too.
 
@@ -172,7 +172,7 @@ class Reader:
         return None if stays else form
 
     def _compiled(self, index: int, size: int | None, form: Form) -> Program:
-        place, type_ = self.placement, self._types[index]
+        placement, type_ = self.placement, self._types[index]
 
         def read(*args: jax.Array) -> jax.Array:
             *ids, table = args
@@ -181,8 +181,8 @@ class Reader:
 
         ids, sharding = [], type_.sharding
         if size is not None:
-            sharding = place.everywhere if place.committed else None
+            sharding = placement.everywhere if placement.committed else None
             of_ids = jax.typeof(np.empty(size, np.int32))
-            ids = [place.abstract(of_ids, place.everywhere)]
-        with place.default_device():
+            ids = [placement.abstract(of_ids, placement.everywhere)]
+        with placement.default_device():
             return compiled(read, *ids, type_, out_shardings=sharding)

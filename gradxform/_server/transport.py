@@ -10,7 +10,7 @@ import numpy as np
 
 from gradxform._rows.stored_rows import unchecked
 from gradxform._rows.table_rows import TableRows
-from gradxform._server.core import Core
+from gradxform._server.core import ServerCore
 from gradxform._server.placement import copy
 from gradxform._server.programs import Prepared
 from gradxform._server.reader import Ids, PullRequest, Reader, Reading, TablePaths
@@ -33,7 +33,7 @@ class Transport:
       turns: runs what happens "in a turn", one call after the other.
     """
 
-    def __init__(self, core: Core, turns: SerialExecutor | None = None) -> None:
+    def __init__(self, core: ServerCore, turns: SerialExecutor | None = None) -> None:
         self.core = core
         self.reader = Reader(core.version.leaves)
         self.tables = TablePaths(core.specs.types["params"])
@@ -72,11 +72,11 @@ class Transport:
         return self.core.state()
 
     def snapshot(self) -> Snapshot | None:
-        """In a turn: what this process saves; see :meth:`Core.snapshot`."""
+        """In a turn: what this process saves; see :meth:`ServerCore.snapshot`."""
         return self.core.snapshot()
 
     def read_newest(self, store: Store) -> tuple[Snapshot, list[str]]:
         """The newest checkpoint, its arrays at their places; and notes for the user."""
         specs = self.core.specs
         snapshot, notes = store.read_newest(specs.arrays(self.core.version.leaves))
-        return snapshot._replace(state=specs.place(snapshot.state)), notes
+        return snapshot._replace(state=specs.put(snapshot.state)), notes

@@ -215,7 +215,19 @@ class States(NamedTuple):
         shapes: Mapping[Path, Shape],
         new: Mapping[Path, int],
     ) -> Found:
-        """The slices of leaves, from their shapes for other sizes."""
+        """The slices of leaves, from their shapes for other sizes.
+
+        A leaf has one of four outcomes:
+
+        - It is not in the result: its shape is the same, and it belongs to no array
+          that was changed. It is whole, as a count is.
+        - A kind: it has slices, along the axis that has grown.
+        - An error in the result, for whoever reads a slice of it: it belongs to an
+          array but has no axis for slices; or it belongs to none, and may be read at an
+          index, as a constant.
+        - The error is raised here: the class of its state refuses slices; or it has
+          grown, or could have slices, and shows none.
+        """
         found: Found = {}
         paths = (path for path, _ in maps.leaves_with_path(state))
         fields = dict(zip(paths, maps.fields(state), strict=True))

@@ -313,16 +313,21 @@ def training_step(
         learning = learning_leaves(trainable, params)
         named = keywords.named_by(tx, state)
         _check_tables(tables, learning, params, named)
-        stacked = layered.paths_of(layers, params)
+        stacked = layered.paths_of(layers, params) if layers else set()
         of_loss, extra = keywords.routed(words, takes, named)
 
-        def loss(learning: optax.Params) -> Any:  # As `loss_fn`.
+        def loss(learning: optax.Params, words: dict[str, Any] = of_loss) -> Any:
             merged = maps.map_leaves(
                 lambda p, frozen: host.to_device(frozen) if p is None else p,
                 learning,
                 params,
             )
-            return loss_fn(merged, *batch, **of_loss)
+            return loss_fn(merged, *batch, **words)  # Its results.
+
+        def on_device(words: dict[str, Any]) -> Any:
+            return loss(host.to_device(learning), words)
+
+        keywords.check_loss_reads(on_device, of_loss, takes, named)
 
         if stacked:
             _check_by_layers(tx, learning, state, params, extra, takes)
@@ -341,7 +346,7 @@ def training_step(
 
             return tpu.with_bytes(by_layer, learning, params, state)
         trees = learning, params, state
-        return _at_once(loss, tx, tables, trees, extra, takes, has_aux=has_aux)
+        return _at_once(loss, tx, tables, trees, extra, takes, named, has_aux=has_aux)
 
     return step
 
@@ -353,6 +358,7 @@ def _at_once(
     trees: tuple[optax.Params, optax.Params, optax.OptState],
     extra: dict[str, Any],
     takes: Words,
+    named: Collection[str],
     *,
     has_aux: bool,
 ) -> tuple[Any, ...]:
@@ -361,7 +367,7 @@ def _at_once(
     ``trees`` are the trainable parameters, all of them, and the state.
     """
     learning, given, state = trees
-    params, words = host.to_device(given), {*extra, *keywords.named_by(tx, state)}
+    params, words = host.to_device(given), {*extra, *named}
     gradient = value_and_grad(loss, tables=tables, has_aux=has_aux)
     value, grads = gradient(host.to_device(learning))
     value, aux = (value[0], value[1:]) if has_aux else (value, ())
@@ -383,9 +389,9 @@ def compiled(
     Bools in a keyword for ``tx`` alone are arrays. So ``last`` of :func:`accumulate`
     makes no second program.
     """
-    takes = Words.of(loss_fn, skipped=1)
 
     def keeps_bools(name: str, args: tuple[Any, ...]) -> bool:
+        takes = Words.of(loss_fn, skipped=1)
         if name in takes.names or not takes.others:
             return name not in takes.names
         return name in keywords.named_by(tx, args[1])
@@ -455,7 +461,9 @@ def learning_leaves(
     """The trainable parameters; None for the others."""
     given = True if trainable is None else trainable
     mask = structures.bools("trainable", given, params)
-    return jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+    learning = jax.tree.map(lambda learns, p: p if learns else None, mask, params)
+    structures.check_learnable(learning)
+    return learning
 
 
 def _check_tables(

@@ -21,7 +21,7 @@ from gradxform._trees.types import Prefix
 
 _Carry: TypeAlias = tuple[optax.Params, optax.OptState]
 # A list of the loss, and with `has_aux` the aux; None if a minibatch is left out.
-_Result: TypeAlias = Any
+_StepResult: TypeAlias = Any
 
 
 def local_steps(
@@ -137,11 +137,11 @@ def local_steps(
 
         def train(
             carry: _Carry, numbered: tuple[Any, tuple[object, ...], dict[str, Any]]
-        ) -> tuple[_Carry, _Result]:
+        ) -> tuple[_Carry, _StepResult]:
             index, batch, arrays = numbered
             given = {**extra, **keywords.joined(statics, arrays)}
 
-            def one_step() -> tuple[_Carry, _Result]:
+            def one_step() -> tuple[_Carry, _StepResult]:
                 trained, state, *result = step(*carry, *batch, **given)
                 return (trained, state), result
 

@@ -38,7 +38,7 @@ def scale_by_learning_rate(
       schedule. Updates keep their shapes and dtypes.
 
     Raises:
-      TypeError: the rate has an imaginary part.
+      TypeError: the rate is no number, array or function, or has an imaginary part.
 
     References:
       ``optax.scale_by_learning_rate``; ``tf.train.GradientDescentOptimizer``.
@@ -50,6 +50,7 @@ def scale_by_learning_rate(
     >>> updates.densify().ravel()
     Array([ 0.,  0., -2.], dtype=float32)
     """
+    check_given(learning_rate)
 
     def init_fn(params: optax.Params) -> _State:
         if callable(learning_rate):
@@ -81,11 +82,21 @@ def rate_at(
     return checked_rate(learning_rate(state.count) if is_schedule else learning_rate)
 
 
+def check_given(learning_rate: optax.ScalarOrSchedule) -> None:
+    """Raises ``TypeError`` if it is no schedule and no real number."""
+    if not callable(learning_rate):
+        checked_rate(learning_rate)
+
+
 def checked_rate(rate: jax.typing.ArrayLike) -> jax.typing.ArrayLike:
-    """The learning rate of a step; ``TypeError`` if it is not real."""
-    rate = arguments.real(rate)
-    if not arguments.is_real(rate):
-        raise TypeError(f"learning_rate must be real, got {rate!r}.")
+    """The learning rate of a step; ``TypeError`` unless it is real."""
+    is_number = hasattr(rate, "dtype") or isinstance(rate, complex | float | int)
+    rate = arguments.real(rate) if is_number else rate
+    if not (is_number and arguments.is_real(rate)):
+        raise TypeError(
+            f"learning_rate must be real, got {rate!r}. Pass a number, an array, or a "
+            "schedule, a function of the count of updates."
+        )
     if type(rate) is int:
         return float(rate)
     # Minus an unsigned number would be a large one.

@@ -147,6 +147,7 @@ def low_bit_state(
     arguments.length("block_axis", block_axis, "[-2, -1]")
 
     def init_fn(params: optax.Params) -> LowBitState:
+        structures.check_leaves(params)
         state = inner.init(params)
         if not maps.leaves(params):
             # In `optax.tree.map_params` one node without leaves is all parameters, and

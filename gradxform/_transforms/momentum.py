@@ -23,7 +23,9 @@ def zeros(params: optax.Params, mu_dtype: jax.typing.DTypeLike | None) -> optax.
     return constants.zeros(params, mu_dtype, dtypes.inexact_dtype)
 
 
-def check_dense(transformation: str, updates: optax.Updates, mu: optax.Updates) -> None:
+def check_like_momentum(
+    transformation: str, updates: optax.Updates, mu: optax.Updates
+) -> None:
     """Raises ``TypeError`` unless updates are dense and of the momentum's shapes."""
     boundary.check_dense(transformation, updates)
     structures.check_shapes("updates", updates, "mu", mu)

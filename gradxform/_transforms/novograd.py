@@ -16,7 +16,11 @@ from gradxform._numbers import arithmetic, constants, norms
 from gradxform._numbers.norms import StackedAxes
 from gradxform._rows import boundary
 from gradxform._transforms import clipping, momentum
-from gradxform._transforms.learning_rate import rate_at, scale_by_learning_rate
+from gradxform._transforms.learning_rate import (
+    check_given,
+    rate_at,
+    scale_by_learning_rate,
+)
 from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.states import Mark
 from gradxform._trees.types import Prefix, PyTree
@@ -169,7 +173,7 @@ def scale_by_novograd(
         step_size_in_momentum: jax.typing.ArrayLike | None = None,
         **_: object,
     ) -> tuple[optax.Updates, ScaleByNovogradState]:
-        momentum.check_dense("novograd", updates, state.mu)
+        momentum.check_like_momentum("novograd", updates, state.mu)
         if clip_sums is None:
             clip_sums = norms.squared_norms(
                 updates, axis_name=axis_name, stacked_axes=stacked_axes
@@ -362,6 +366,7 @@ def _inside_momentum(
     inner: optax.GradientTransformationExtraArgs, learning_rate: optax.ScalarOrSchedule
 ) -> optax.GradientTransformationExtraArgs:
     """``inner`` with the learning rate inside its momentum."""
+    check_given(learning_rate)
 
     def update_fn(
         updates: optax.Updates,

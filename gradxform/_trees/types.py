@@ -63,7 +63,7 @@ Leaf: TypeAlias = Gradient | optax.MaskedNode | None
 Path: TypeAlias = tuple[Hashable, ...]
 Shape: TypeAlias = tuple[int, ...]
 # Ids of rows, by the path of their table.
-Rows: TypeAlias = Mapping[str, jax.typing.ArrayLike]
+RowsByPath: TypeAlias = Mapping[str, jax.typing.ArrayLike]
 
 # Arrays by the index of their leaf, or by their position.
 ByIndex: TypeAlias = dict[int, jax.Array]

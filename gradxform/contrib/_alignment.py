@@ -59,7 +59,7 @@ _RANGES = {
 }
 
 
-def checked(alignment: object) -> MomentumAlignment:
+def checked_alignment(alignment: object) -> MomentumAlignment:
     """Checks all numbers; raises if one is not real or not in its range."""
     if not isinstance(alignment, MomentumAlignment):
         raise TypeError(

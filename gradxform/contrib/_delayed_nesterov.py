@@ -121,7 +121,7 @@ def scale_by_delayed_nesterov(
     def update_fn(
         updates: optax.Updates, state: ScaleByDelayedNesterovState
     ) -> tuple[optax.Updates, ScaleByDelayedNesterovState]:
-        momentum.check_dense("delayed_nesterov", updates, state.mu)
+        momentum.check_like_momentum("delayed_nesterov", updates, state.mu)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
         def step(

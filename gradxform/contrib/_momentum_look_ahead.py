@@ -20,7 +20,12 @@ from gradxform._transforms.learning_rate import checked_rate, scale_by_learning_
 from gradxform._trees import boxes, dtypes, maps
 from gradxform._trees.links import stateful
 from gradxform._trees.types import Leaf, Params
-from gradxform.contrib._alignment import MomentumAlignment, Shares, aligned, checked
+from gradxform.contrib._alignment import (
+    MomentumAlignment,
+    Shares,
+    aligned,
+    checked_alignment,
+)
 
 B1 = 0.9  # The default of both functions.
 
@@ -121,7 +126,7 @@ def scale_by_momentum_look_ahead(
     """
     b1 = arguments.in_range("b1", b1, "[0, 1)")
     structures.check_state_dtype("mu_dtype", mu_dtype)
-    alignment = None if alignment is None else checked(alignment)
+    alignment = None if alignment is None else checked_alignment(alignment)
 
     def init_fn(params: optax.Params) -> ScaleByMomentumLookAheadState:
         norms.check_stacked(stacked_axes, params)
@@ -130,7 +135,7 @@ def scale_by_momentum_look_ahead(
     def update_fn(
         updates: optax.Updates, state: ScaleByMomentumLookAheadState
     ) -> tuple[optax.Updates, ScaleByMomentumLookAheadState]:
-        momentum.check_dense("momentum_look_ahead", updates, state.mu)
+        momentum.check_like_momentum("momentum_look_ahead", updates, state.mu)
 
         @jax.jit  # Traced once for each shape, not for each leaf.
         def step(

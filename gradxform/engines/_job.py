@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import (
     Any,
@@ -73,6 +74,36 @@ class Worker(NamedTuple):
     extra: Callable[..., Mapping[str, object]] | None = None
     device: jax.Device | None = None
     pull_dtype: jax.typing.DTypeLike | None = None
+
+
+_BATCH = (
+    "It is called with the number of a gradient: pass lambda number: batches[number] "
+    "for a list, or lambda _: next(stream) for a stream or a loader."
+)
+
+
+def check_worker(worker: Worker) -> None:
+    """Raises ``TypeError`` unless these fields of a worker are functions, or None."""
+    for name in ("batch", "duration", "rows", "extra"):
+        value = getattr(worker, name)
+        if not callable(value) and (value is not None or name == "batch"):
+            kind = type(value).__name__
+            hint = f" {_BATCH}" if name == "batch" else ""
+            raise TypeError(
+                f"{name} of an engines.Worker must be a function, got a {kind}.{hint}"
+            )
+
+
+@functools.wraps(Worker.__new__)
+def _checked_worker(cls: type[Worker], *args: Any, **kwargs: Any) -> Worker:
+    worker: Worker = _new_worker(cls, *args, **kwargs)
+    check_worker(worker)
+    return worker
+
+
+# The class of a named tuple cannot have a `__new__` of its own.
+_new_worker = Worker.__new__
+Worker.__new__ = _checked_worker  # type: ignore[assignment]
 
 
 class Job(NamedTuple):

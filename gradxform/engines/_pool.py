@@ -21,7 +21,7 @@ from gradxform._server.records import Ahead, ServerStatus, is_past
 from gradxform._server.recoverable import RecoverableServer
 from gradxform._server.transport import Transport
 from gradxform.engines import _work
-from gradxform.engines._job import Counts, Job, Push, Server, Worker
+from gradxform.engines._job import Counts, Job, Push, Server, Worker, check_worker
 from gradxform.engines._ledger import Ledger
 from gradxform.engines._scheduler import Scheduler
 
@@ -127,6 +127,7 @@ class WorkerPool:
                 f"workers: worker {index} must be an engines.Worker, got {worker!r}. "
                 "Give a sequence of engines.Worker(gradient, batch)."
             )
+        check_worker(worker)  # `_replace` makes one, too.
         if self._limit is not None:
             batch = functools.lru_cache(maxsize=1)(worker.batch)
             worker = worker._replace(batch=batch)

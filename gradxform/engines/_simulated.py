@@ -12,7 +12,7 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import served
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._pool import Stopped, WorkerPool
-from gradxform.engines._work import GivenUpError, Gradient
+from gradxform.engines._work import GivenUpError, WorkerGradient
 
 
 @contextlib.contextmanager
@@ -73,8 +73,8 @@ class _Simulated(WorkerPool):
     def _awaited(self) -> int:
         return 0  # By a virtual clock a wasted gradient costs no time.
 
-    def _start(self, index: int, worker: Worker, number: int) -> Gradient:
-        gradient = Gradient(index, number, worker, self.server, self._limit)
+    def _start(self, index: int, worker: Worker, number: int) -> WorkerGradient:
+        gradient = WorkerGradient(index, number, worker, self.server, self._limit)
         self._arrivals[index] = self._now + gradient.duration(1.0)
         return gradient
 

@@ -17,7 +17,7 @@ from gradxform._server.recoverable import RecoverableServer
 from gradxform.engines._ending import served
 from gradxform.engines._job import Job, Push, Run, Worker
 from gradxform.engines._pool import LOOK, WorkerPool
-from gradxform.engines._work import Gradient
+from gradxform.engines._work import WorkerGradient
 
 logger = logging.getLogger("gradxform")
 
@@ -115,7 +115,7 @@ class _Threads(WorkerPool):
     def _work(self, index: int, commands: _Commands) -> None:
         for task in iter(commands.get, None):
             try:
-                gradient = Gradient(index, *task, self.server, self._limit)
+                gradient = WorkerGradient(index, *task, self.server, self._limit)
                 self._arrived.put((index, gradient.work(self._halt.wait)))
             except BaseException as error:
                 self._arrived.put((index, error))  # After the end nobody reads it.

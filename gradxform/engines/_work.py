@@ -68,7 +68,7 @@ def limit_of(max_staleness: MaxStaleness) -> Limit:
     return limit
 
 
-class Gradient:
+class WorkerGradient:
     """One gradient, by its number; it pulls its parameters when it is made."""
 
     # The server has `pull`, `push` and `global_step`.

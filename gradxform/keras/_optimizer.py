@@ -205,10 +205,12 @@ class Optimizer(keras.optimizers.Optimizer):
     def _step(
         self, grads: optax.Updates, state: optax.OptState, params: optax.Params
     ) -> tuple[optax.Params, optax.OptState]:
-        # A gradient ahead of a gate's global step is not late for it.
-        found = states.gates(state, "global_step")
-        steps = [gate.global_step for _, gate in found]
-        extra = {"local_step": functools.reduce(jnp.maximum, steps)} if steps else {}
+        extra = {}
+        if "local_step" in states.words(state):
+            # A gradient ahead of a gate's global step is not late for it.
+            found = states.gates(state, "global_step")
+            steps = [gate.global_step for _, gate in found]
+            extra["local_step"] = functools.reduce(jnp.maximum, steps)
         return gx.apply_gradients(self._tx, grads, state, params, **extra)
 
     @property

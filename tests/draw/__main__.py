@@ -1,9 +1,9 @@
 """Hunts for a program that two ways to run it do not agree on.
 
 ``python -m tests.draw --minutes 30 --seed 1`` draws by turns: programs for the slices
-of their arguments, updates by layers and by the row, steps, and how they are called.
-It prints the first one that is wrong, and the shortest one that hypothesis finds in its
-family.
+of their arguments, updates by layers and by the row, steps, and how they are called;
+states, schedules, optimizers of matrices, and losses with a ``jit`` inside. It prints
+the first one that is wrong, and the shortest one that hypothesis finds in its family.
 """
 
 import argparse
@@ -14,9 +14,10 @@ import time
 import hypothesis
 import jax
 
-from tests.draw import calls, programs, steps, updates
+from tests.draw import calls, inits, jits, matrices, programs, schedules, steps, updates
 
 FAMILIES = programs.FAMILIES | updates.FAMILIES | steps.FAMILIES | calls.FAMILIES
+FAMILIES |= inits.FAMILIES | jits.FAMILIES | matrices.FAMILIES | schedules.FAMILIES
 
 
 def is_right(p):

@@ -218,9 +218,13 @@ def stack(d, name, shapes, before):
     if remat.startswith("around"):
         run = f"jax.checkpoint({run}{f', {DOTS}' if 'policy' in remat else ''})"
     text += f"(x, total), ys = ({run})(x, total)\n{rest}seen = jnp.cos(x)\n"
-    if d.rarely("loss", "a second scan, without a derivative"):
-        run = f"lax.scan({body}, (x, total), lax.stop_gradient(given))"
-        text += f"total = total + 0.1 * jnp.mean({run}[0][0] * x)\n"
+    for words, again in (
+        ("a second scan, without a derivative", "lax.stop_gradient(given)"),
+        ("a second scan that learns", "given"),
+    ):
+        if d.rarely("loss", words):
+            run = f"lax.scan({body}, (x, total), {again}, {options})"
+            text += f"total = total + 0.1 * jnp.mean({run}[0][0] * x)\n"
     return text, n
 
 

@@ -25,7 +25,7 @@ def drawn(count, seed):
 
 @pytest.mark.parametrize("seed", [1])
 def test_calls_are_ordinary_steps(seed):
-    for p in drawn(8, seed):
+    for p in drawn(5, seed):
         p.check()
 
 

@@ -861,14 +861,14 @@ def test_a_snapshot_without_memory_costs_one_checkpoint(
     """The push that it belongs to has acted: it gets its answer."""
     job = training(30, required=1, count=1)
     checkpoint = engines.Checkpoint(tmp_path, 10, None, max_to_keep=None)
-    state, pushes = core.Core.state, []
+    state, pushes = core.ServerCore.state, []
 
     def short(self):
         if self.version.global_step == 20:
             raise error
         return state(self)
 
-    monkeypatch.setattr(core.Core, "state", short)
+    monkeypatch.setattr(core.ServerCore, "state", short)
     with (
         caplog.at_level(logging.ERROR, "gradxform"),
         engine(job, checkpoint=checkpoint) as run,

@@ -73,6 +73,13 @@ def first_steps(pushes):
     return [*first.values()]
 
 
+def test_a_word_of_a_worker_that_nobody_reads_ends_the_run():
+    given = worker(extra=lambda params: {"wieght": 2.0})
+    job = make_job([given], 4, gx.accumulate(SGD, 2))
+    match = r"nobody reads the keyword 'wieght'.*Did you mean 'weight'\?"
+    fails(engines.ray, job, TypeError, match)
+
+
 def test_late_gradients_are_given_up(tmp_path):
     def in_pieces(params):
         (tmp_path / f"{time.monotonic_ns()}").touch()

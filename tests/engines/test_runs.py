@@ -134,7 +134,9 @@ def test_a_worker_sleeps_for_the_rest_of_its_duration(monkeypatch):
     rests = []
     with gx.ParameterServer(jnp.float32(0), gx.drop_stale(SGD, 2)) as server:
         for index, seconds in enumerate((0.5, 0.0)):
-            work = _work.Gradient(index, 7, worker(slow, None, seconds), server, None)
+            work = _work.WorkerGradient(
+                index, 7, worker(slow, None, seconds), server, None
+            )
             push = work.work(rests.append)
             result = gx.PushResult(True, 0, index + 1)
             assert push[:6] == (index, 7, index, -index, 1.0, result)
@@ -554,3 +556,27 @@ def test_no_more_workers_leave_than_a_step_can_miss(engine):
         # The gradient that it was computing may still come.
         assert pushes.pop(1, 0) <= 1
         assert pushes.keys() == {0, 2}
+
+
+SEQUENCES = {
+    "list": ([(1.0,)], "a list"),
+    "generator": (((1.0,) for _ in range(3)), "a generator"),
+    "iterator": (iter([(1.0,)]), "a list_iterator"),
+    "array": (np.ones(3), "a ndarray"),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_a_batch_that_is_no_function_is_refused_where_the_worker_is_made(name):
+    batch, kind = SEQUENCES[name]
+    words = (
+        rf"batch of an engines\.Worker must be a function, got {kind}\..*next\(stream\)"
+    )
+    with pytest.raises(TypeError, match=words):
+        engines.Worker(lambda params, x: (0.0, params), batch=batch)
+    worker = engines.Worker(lambda params, x: (0.0, params))._replace(batch=batch)
+    job = engines.Job(jnp.ones(()), optax.sgd(0.1), [worker], 1)
+    with pytest.raises(TypeError, match=words), engines.simulated(job) as run:
+        next(run.pushes)
+    with pytest.raises(TypeError, match=r"duration of an engines\.Worker must be a fu"):
+        engines.Worker(lambda params, x: (0.0, params), duration=1.0)

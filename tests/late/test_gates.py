@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._trees import states
 from tests.conftest import half
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -151,7 +152,8 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
 
     def step(params, state, grads, worker):
         extra = {"worker": worker, "local_step": np.int32(LARGEST)}
-        return gx.apply_gradients(tx, grads, state, params, **extra)
+        read = {k: x for k, x in extra.items() if k in states.words(state)}
+        return gx.apply_gradients(tx, grads, state, params, **read)
 
     if compiled:
         step = jax.jit(step, donate_argnums=(0, 1))
@@ -218,9 +220,11 @@ def test_without_arrays_of_state_update_has_no_conditional_on_tpu(name, write):
     tx, params = WITHOUT_ARRAYS[name], jnp.ones(3)
 
     def step(grads, state):
+        read = states.words(state) & {"local_step"}
+        extra = dict.fromkeys(read, jnp.int32(0))
         if write == "update":
-            return tx.update(grads, state, params, local_step=jnp.int32(0))
-        return gx.apply_gradients(tx, grads, state, params, local_step=jnp.int32(0))
+            return tx.update(grads, state, params, **extra)
+        return gx.apply_gradients(tx, grads, state, params, **extra)
 
     traced = jax.jit(step).trace(params, tx.init(params))
     cases = {}

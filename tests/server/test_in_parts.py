@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._ray import wire
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from gradxform._ray.messages import PushMessage, join
 from gradxform._ray.transport import RayTransport
 from gradxform._ray.wire import Bytes, Payload
@@ -38,7 +38,7 @@ SHARDINGS = {"emb": P("server"), "wide": P(None, "server"), "none": None, "bias"
 
 
 def layout_of(processes):
-    return Layout.of(PARAMS, processes, SHARDINGS)
+    return ServerLayout.of(PARAMS, processes, SHARDINGS)
 
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
@@ -64,7 +64,7 @@ def test_parts_are_equal_and_join_to_the_whole(processes):
 
 def test_a_part_along_the_first_axis_is_no_copy_and_the_whole_is_one():
     table = np.zeros((300, 5), np.float32)
-    layout = Layout.of(table, 2, P("server"))
+    layout = ServerLayout.of(table, 2, P("server"))
     parts = [layout.part(table, k) for k in range(2)]
     assert all(np.shares_memory(part, table) for part in parts)
     joined = join(parts, 0)
@@ -75,7 +75,7 @@ def test_a_part_along_the_first_axis_is_no_copy_and_the_whole_is_one():
 def test_large_leaves_are_cut_by_default():
     def cuts(processes, **shapes):
         types = {k: jax.ShapeDtypeStruct(s, jnp.float32) for k, s in shapes.items()}
-        layout = Layout.of(types, processes)
+        layout = ServerLayout.of(types, processes)
         assert len(pickle.dumps(layout)) < 1000  # It holds no array.
         return layout.cuts
 
@@ -134,7 +134,7 @@ def without_ray(monkeypatch):
 @pytest.mark.usefixtures("without_ray")
 def test_each_process_gets_its_parts_and_no_others():
     table = np.arange(3000, dtype=np.float32).reshape(1000, 3)
-    layout = Layout.of(
+    layout = ServerLayout.of(
         {"table": table, "small": np.float32(7)},
         2,
         {"table": P("server"), "small": None},
@@ -219,7 +219,7 @@ class Name(str):
 def test_the_work_to_pack_a_push_is_linear_in_the_number_of_leaves():
     def looked_up(leaves):
         params = {Name(i): np.ones((4, 1), np.float32) for i in range(leaves)}
-        layout = Layout.of(params, 2, P("server"))
+        layout = ServerLayout.of(params, 2, P("server"))
         Name.looked_up = 0
         PushMessage.of(layout, params, {"like": params})
         return Name.looked_up

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from gradxform._ray.messages import Part
 from gradxform._ray.process import Process, made
 from gradxform._server.checkpoints import Checkpoint
@@ -59,7 +59,7 @@ class Parts:
     def __init__(self, tx, as_function=False):
         self.params = params_of(40)
         mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
-        self.layout = Layout.of(self.params, COUNT, SHARDINGS)
+        self.layout = ServerLayout.of(self.params, COUNT, SHARDINGS)
         self.given = jax.tree.map(aligned, self.params)
         self.whole = gx.ParameterServer(self.params, tx)
         given = (lambda: dict(self.params)) if as_function else self.given
@@ -169,7 +169,7 @@ def saving(count, folder, params=TABLE):
     """A server that saves itself, in so many parts; a whole one for 0."""
     checkpoint = Checkpoint(folder, every_seconds=None)
     if count:
-        layout = Layout.of(params, count, {"table": P("server"), "bias": None})
+        layout = ServerLayout.of(params, count, {"table": P("server"), "bias": None})
         mesh = Mesh(np.array(jax.devices()[:count]), ("server",))
         return server_of(params, layout, mesh, SAVED, checkpoint=checkpoint)
     core = of_one_process(params, SAVED)
@@ -204,7 +204,7 @@ def test_any_number_of_parts_reads_the_checkpoint_of_any_other(tmp_path):
 def compiled(height, rows, tx):
     """The step of a push in one process, and the size of that process's part."""
     table = jax.ShapeDtypeStruct((height, 64), jnp.float32)
-    layout = Layout.of({"table": table}, COUNT)
+    layout = ServerLayout.of({"table": table}, COUNT)
     assert layout.cuts == (0,)
     mesh = Mesh(np.array(jax.devices()[:COUNT]), ("server",))
     params = lambda: {"table": jnp.zeros(table.shape)}  # noqa: E731
@@ -267,7 +267,7 @@ def made_by_columns(height):
     def make():
         return {"table": by_columns(height)}
 
-    layout = Layout.of(jax.eval_shape(make), COUNT)
+    layout = ServerLayout.of(jax.eval_shape(make), COUNT)
     return made("params", make, layout, mesh).lower().compile()
 
 

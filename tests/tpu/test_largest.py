@@ -13,7 +13,7 @@ import gradxform as gx
 
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
-from benchmarks import largest, schedule
+from benchmarks import largest, schedule, trainings
 from benchmarks.compilers import Program, mesh, placed
 from benchmarks.models import next_tokens, size, transformer
 from gradxform._jax.compilers import SMALL_TILES
@@ -32,8 +32,8 @@ HOST_HAS_ALL = "master weights, layers, all of it on the host"
     ],
 )
 def test_one_chip_holds_a_large_model(name, billions, most, least):
-    chip, training = mesh("v5e:2x2"), largest.TRAININGS[name]
-    layers = round(billions * 1e9 / (12 * largest.MODEL["width"] ** 2))
+    chip, training = mesh("v5e:2x2"), trainings.TRAININGS[name]
+    layers = round(billions * 1e9 / (12 * trainings.MODEL["width"] ** 2))
     on_chip, on_host = largest.needed(largest.lower(training, layers, chip), 15.75)
     assert on_chip <= most
     assert on_host > least * billions  # GiB; bytes of state for each parameter.
@@ -42,11 +42,11 @@ def test_one_chip_holds_a_large_model(name, billions, most, least):
 @pytest.mark.usefixtures("standard_promotion")
 def test_one_layer_of_a_large_model_is_evaluated_at_a_time():
     """20.1 billion parameters, with 4 GiB asked for. A loop samples, too."""
-    chip, training = mesh("v5e:2x2"), largest.TRAININGS[HOST_HAS_ALL]
-    tokens = placed(jax.ShapeDtypeStruct((1, largest.LENGTH), jnp.int32), chip)
+    chip, training = mesh("v5e:2x2"), trainings.TRAININGS[HOST_HAS_ALL]
+    tokens = placed(jax.ShapeDtypeStruct((1, trainings.LENGTH), jnp.int32), chip)
 
     def temporaries(layers, f):
-        params, _ = largest.shapes(training, layers, chip)
+        params, _ = trainings.shapes(training, layers, chip)
         lowered = gx.evaluate(f, layers=["layers"]).lower(params, tokens)
         found = lowered.compile().memory_analysis()
         return found.temp_size_in_bytes, size(params)
@@ -56,7 +56,7 @@ def test_one_layer_of_a_large_model_is_evaluated_at_a_time():
             lambda x: next_tokens(params, x[None]), tokens.reshape(8, -1)
         )
 
-    layers = round(20.1e9 / (12 * largest.MODEL["width"] ** 2))
+    layers = round(20.1e9 / (12 * trainings.MODEL["width"] ** 2))
     assert temporaries(layers, next_tokens)[0] <= 0.2 * 2**30
     needed, whole = temporaries(16, several)
     assert needed <= 0.1 * whole
@@ -69,7 +69,7 @@ import jax
 import jax.numpy as jnp
 import gradxform as gx
 from benchmarks.compilers import mesh, placed
-from benchmarks.largest import SEVEN_BYTES as tx
+from benchmarks.trainings import SEVEN_BYTES as tx
 from benchmarks.models import next_tokens, size, transformer
 
 jax.config.update("jax_numpy_dtype_promotion", "standard")
@@ -104,12 +104,12 @@ def test_the_chip_holds_two_layers_of_8_bits():
 
 
 MADE = {
-    "adamw": (largest.ADAMW, "float32"),
+    "adamw": (trainings.ADAMW, "float32"),
     "adagrad": (gx.adagrad(1e-3), "float32"),
-    "8 bits": (gx.low_bit_state(largest.ADAMW), "float32"),
+    "8 bits": (gx.low_bit_state(trainings.ADAMW), "float32"),
     "8 bits of ours": (gx.low_bit_state(gx.adagrad(1e-3)), "float32"),
-    "master weights": (largest.MASTER, "bfloat16"),
-    "seven bytes": (largest.SEVEN_BYTES, "bfloat16"),
+    "master weights": (trainings.MASTER, "bfloat16"),
+    "seven bytes": (trainings.SEVEN_BYTES, "bfloat16"),
 }
 # Without the flag arrays of 8 bits come whole, three of them at once.
 MOST = {"8 bits": 0.26, "seven bytes": 0.52}
@@ -120,7 +120,7 @@ MOST = {"8 bits": 0.26, "seven bytes": 0.52}
 def test_a_new_state_needs_a_layer_of_room(name):
     """Parameters lie on the host, too, in every second case."""
     tx, dtype = MADE[name]
-    model = transformer(16, **largest.MODEL, dtype=jnp.dtype(dtype))
+    model = transformer(16, **trainings.MODEL, dtype=jnp.dtype(dtype))
     params = placed(model, mesh("v5e:2x2"))
     params = gx.on_host(params) if [*MADE].index(name) % 2 else params
     make = jax.jit(lambda p: gx.on_host(tx.init(p)), keep_unused=True).lower(params)
@@ -166,7 +166,7 @@ def test_parameters_come_and_go_a_layer_at_a_time(dtype):
 @pytest.mark.parametrize("name", schedule.ON_HOST)
 def test_the_loops_move_layers_beside_the_arithmetic(name):
     """Of 16 layers, with 8,192 tokens, over a link of 32 GB/s in each direction."""
-    program = Program(schedule.compiled(largest.TRAININGS[name], 16, 8))
+    program = Program(schedule.compiled(trainings.TRAININGS[name], 16, 8))
     forward, backward = schedule.loops(program)
     assert schedule.played(program, forward, 32e9)["ratio"] <= 1.1
     assert schedule.played(program, backward, 32e9)["ratio"] <= 1.25

@@ -338,8 +338,8 @@ def test_a_state_that_is_not_made_parameter_by_parameter():
     state = gx.abstract_state(
         optax.partition({"a": flat, "b": FACTORS}, LABELS), params
     )
-    check_parts = optax.tree.get(state, "v_row")["stack"], optax.tree.get(state, "mu")
-    assert [x.sharding.spec for x in check_parts] == [P(None, "y"), P()]
+    check_reduced = optax.tree.get(state, "v_row")["stack"], optax.tree.get(state, "mu")
+    assert [x.sharding.spec for x in check_reduced] == [P(None, "y"), P()]
 
 
 @pytest.mark.parametrize("name", SHAPES)

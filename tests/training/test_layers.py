@@ -633,7 +633,7 @@ def test_bad_arguments():
         step(params, sgd.init(params), IDS, Y)
     step = gx.minimize(plain, sgd, layers=["blocks"])
     integers = params | {"n": jnp.ones(LAYERS, jnp.int32)}
-    with pytest.raises(TypeError, match=r"int32 at \['n'\] has no gradient"):
+    with pytest.raises(TypeError, match=r"int32.* at \['n'\], which has no grad"):
         step(integers, sgd.init(integers), IDS, Y)
     none = params | {"blocks": jax.tree.map(lambda x: x[:0], params["blocks"])}
     with pytest.raises(ValueError, match=r"'blocks/[bw]' is one of .* it has no layer"):

@@ -64,8 +64,9 @@ def test_the_mean_of_a_leaf_without_a_gradient_waits_for_the_next_step():
         params, state = gx.apply_gradients(
             tx, grads, state, params, worker=worker, local_step=step
         )
-    # The step of the second push leaves out b. Half of 2, 4 and 6 makes the next one.
-    assert jax.tree.map(float, params) == {"a": -2.0, "b": -6.0}
+    # The step of the second push leaves out b, so its mean waits: half of 2. That of
+    # the next step is half of 4 and 6, and b moves by the mean of both means.
+    assert jax.tree.map(float, params) == {"a": -2.0, "b": -3.0}
 
 
 def test_ringleader_keeps_a_second_push_for_the_next_cycle():

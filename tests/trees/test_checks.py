@@ -1,6 +1,8 @@
 """What is refused wherever it is given: words for bools, numbers that JAX would make
 inf, complex gradients of real parameters, and the state of another optimizer."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -153,6 +155,74 @@ def test_a_state_of_another_size_is_named(name, rows):
             tx.update(grads, tx.init(other), GRADS)
 
 
+RATES = {
+    "adagrad": gx.adagrad,
+    "novograd": gx.novograd,
+    "ftrl": gx.ftrl,
+    "proximal_adagrad": gx.proximal_adagrad,
+    "scale_by_learning_rate": gx.scale_by_learning_rate,
+    "in the momentum": lambda rate: gx.novograd(rate, lr_in_momentum=True),
+    "delayed_nesterov": lambda rate: gx.contrib.delayed_nesterov(rate, num_delay=2),
+    "momentum_look_ahead": gx.contrib.momentum_look_ahead,
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", RATES)
+def test_what_is_no_rate_is_refused_at_once(name):
+    for rate in ([0.1, 0.2], "0.1", None, {"w": 0.1}, 0.1j):
+        words = rf"learning_rate must be .*real.*got {re.escape(repr(rate))}"
+        with pytest.raises(TypeError, match=words):
+            RATES[name](rate)
+    RATES[name](np.float32(0.1))
+
+
+class Module(eqx.Module):
+    linear: eqx.nn.Linear
+    dropout: eqx.nn.Dropout
+    act: object = jax.nn.relu
+
+    def __call__(self, x):
+        return jnp.sum(self.act(self.dropout(self.linear(x), inference=True)))
+
+
+MODULE = Module(eqx.nn.Linear(2, 2, key=jax.random.key(0)), eqx.nn.Dropout(0.1))
+WHOLE = {
+    "adagrad": lambda: gx.adagrad(0.1),
+    "novograd": lambda: gx.novograd(0.1),
+    "drop_stale": lambda: gx.drop_stale(INNER, 1),
+    "accumulate": lambda: gx.accumulate(optax.adam(0.1), 2),
+    "lazy": lambda: gx.lazy(optax.adam(0.1)),
+    "low_bit_state": lambda: gx.low_bit_state(optax.adam(0.1)),
+    "measure_norms": gx.measure_norms,
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_module_with_functions_has_no_state(name):
+    words = r"params has .*relu|params has .*custom_jvp"
+    with pytest.raises(TypeError, match=rf"({words}).* at \.act.*eqx\.partition"):
+        WHOLE[name]().init(MODULE)
+
+
+def test_a_module_that_is_divided_learns():
+    """All of it has a bool that has no derivative, with its path in the error."""
+    tx = optax.sgd(0.1)
+    step = gx.minimize(lambda module, x: module(x), tx)
+    whole = eqx.tree_at(lambda m: m.act, MODULE, None)
+    state = tx.init(eqx.filter(whole, eqx.is_inexact_array))
+    words = r"params has bool\[\] at \.dropout\.inference.*trainable.*eqx\.partition"
+    with pytest.raises(TypeError, match=words):
+        step(whole, state, jnp.ones(2))
+    params, rest = eqx.partition(MODULE, eqx.is_inexact_array)
+    step = gx.minimize(lambda params, x: eqx.combine(params, rest)(x), tx, donate=False)
+    new, _, _ = step(params, tx.init(params), jnp.ones(2))
+    grads = eqx.filter_grad(lambda module: module(jnp.ones(2)))(MODULE)
+    wanted = MODULE.linear.weight - 0.1 * grads.linear.weight
+    np.testing.assert_allclose(new.linear.weight, wanted, rtol=1e-6)
+
+
 def test_another_attribute_error_stays():
     def fail(*_):
         raise AttributeError("of the transformation")
@@ -177,7 +247,7 @@ def test_a_whole_equinox_module_is_named():
     module = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
     tx = gx.adagrad(0.1)
     arrays = eqx.filter(module, eqx.is_inexact_array)
-    match = r"params has .* at \.activation, which is no array.*eqx\.filter"
+    match = r"params has .* at \.activation, which is no array.*eqx\.partition"
     for call in (
         lambda: gx.ParameterServer(module, tx),
         lambda: gx.minimize(loss, tx)(module, tx.init(arrays)),
