@@ -104,16 +104,15 @@ def abstract_state(
     whole = _whole(params)
     given = dict(jax.tree.leaves_with_path(params))
     described = jax.tree.map(_described, params)
-    state = jax.eval_shape(tx.init, described)
     if not isinstance(whole, NamedSharding):
+        state = jax.eval_shape(tx.init, described)
         return jax.tree.map(lambda x: x.update(sharding=whole), state)
+    state, said = _said(tx.init, params, whole.mesh)
     grown = [
         _shapes(tx.init, jax.tree.map(functools.partial(_larger, rank), described))
         for rank in range(max(p.ndim for p in given.values()))
     ]
     owners = _owners(tx.init, described, state, grown[0] if grown else {})
-
-    said = _said(tx.init, params, whole.mesh)
 
     def with_sharding(path: Path, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         spec = P()
@@ -134,8 +133,8 @@ def _said(
     init: optax.TransformInitFn,
     params: PyTree[Param],
     devices: jax.sharding.Mesh | jax.sharding.AbstractMesh,
-) -> dict[Path, P]:
-    """How arrays are cut that ``init`` itself puts somewhere, by their paths."""
+) -> tuple[optax.OptState, dict[Path, P]]:
+    """A state, and how arrays are cut that ``init`` itself puts somewhere."""
     context: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if devices.explicit_axes:
         context = jax.sharding.use_abstract_mesh(devices.abstract_mesh)
@@ -144,7 +143,7 @@ def _said(
         with context:
             closed, state = jax.make_jaxpr(init, return_shape=True)(params)
     except Exception:  # An ``init`` that knows no explicit axes may raise any.
-        return {}
+        return jax.eval_shape(init, jax.tree.map(_described, params)), {}
     jaxpr = programs.inlined(closed).jaxpr
     puts = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
     found: dict[Path, P] = {}
@@ -156,7 +155,7 @@ def _said(
         there = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
         if isinstance(there, NamedSharding):
             found[path] = there.spec
-    return found
+    return state, found
 
 
 def _whole(params: PyTree[Param]) -> _Whole:
