@@ -116,13 +116,16 @@ def abstract_state(
     said = _said(tx.init, params, whole.mesh)
 
     def with_sharding(path: Path, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        spec = said.get(path, P())
-        if path in owners and path not in said:
+        spec = P()
+        if path in owners:
             p = given[owners[path]]
             larger = [shapes.get(path, ()) for shapes in grown[: p.ndim]]
             axes = _axes(x.shape, larger, p.shape)
             spec = _spec(x.shape, axes, p.shape, p.sharding)
-        return x.update(sharding=NamedSharding(whole.mesh, spec))
+        sharding = NamedSharding(whole.mesh, spec)
+        there = NamedSharding(whole.mesh, said.get(path, spec))
+        is_same = there.is_equivalent_to(sharding, len(x.shape))
+        return x.update(sharding=sharding if is_same else there)
 
     return jax.tree.map_with_path(with_sharding, state)
 

@@ -278,6 +278,11 @@ class TracedUpdate:
             parts.append((part, plans[part.key].of(part)))
         self.levels = levels = self._levels(parts)
         found = [core for pair in parts for core in self._cores(*pair, levels)]
+        for part, plan in parts:  # Of equal parts one alone was asked.
+            none: Axes = (None,) * plan.number
+            for x in plan.there:
+                of_lead = plan.axes.get(part.lead, none)
+                lying.lies(x, plan.axes.get(x, none), part.lead, of_lead)
         return found, [x for _, plan in parts for x in plan.there]
 
     def _levels(self, parts: Iterable[tuple[_Part, _Plan]]) -> list[int]:
