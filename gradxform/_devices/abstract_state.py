@@ -93,8 +93,8 @@ def abstract_state(
     >>> tx = gx.low_bit_state(optax.adam(0.1))
     >>> state = gx.abstract_state(tx, params)
     >>> mu = state.inner_state[0].mu["w"]
-    >>> mu.dtype, mu.shape, mu.sharding.spec[0]
-    (dtype('int8'), (1024, 256), 'fsdp')
+    >>> mu.dtype, mu.shape, mu.sharding.spec
+    (dtype('int8'), (1024, 256), P('fsdp',))
     >>> there = jax.tree.map(lambda x: x.sharding, state)
     >>> made = jax.jit(tx.init, out_shardings=there)({"w": jnp.zeros((1024, 256))})
     >>> assert made.inner_state[0].mu["w"].sharding == rows
