@@ -23,7 +23,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform._ray.layout import Layout  # It needs no cluster of processes.
+from gradxform._ray.layout import ServerLayout  # It needs no cluster of processes.
 from tests import oracles, test_golden
 from tests.conftest import ON_RAY
 
@@ -585,7 +585,9 @@ CHECKS = {
     '"w": jax.sharding.PartitionSpec("server"), "b": None})': check_scheduled,
     'lambda path, shape: jax.sharding.PartitionSpec("server") '
     "if shape and shape[0] % 3 == 0 else None": lambda shardings: gives((None, 0))(
-        Layout.of(PARAMS, 3, shardings).cuts  # Of b, and of the three entries of w.
+        ServerLayout.of(
+            PARAMS, 3, shardings
+        ).cuts  # Of b, and of the three entries of w.
     ),
     "engines.Job(params, tx, [engines.Worker(step_fn, dataset_fn(0))], pushes=2 * 3)": (
         trains_through_epochs

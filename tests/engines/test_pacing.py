@@ -520,7 +520,7 @@ def test_threads_keep_the_bound(bound, batch, pushes, come_and_go):
 
 def dies_after_its_push(monkeypatch, when):
     """The process of a worker dies once, between its push and the answer."""
-    push, dead = _simulated.Gradient.push, []
+    push, dead = _simulated.WorkerGradient.push, []
 
     def push_and_die(self):
         done = push(self)
@@ -529,7 +529,7 @@ def dies_after_its_push(monkeypatch, when):
             raise ServerDiedError
         return done
 
-    monkeypatch.setattr(_simulated.Gradient, "push", push_and_die)
+    monkeypatch.setattr(_simulated.WorkerGradient, "push", push_and_die)
     return dead
 
 

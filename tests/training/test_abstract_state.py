@@ -403,8 +403,8 @@ def test_many_parameters_take_few_traces():
         assert {x.sharding.spec for x in jax.tree.leaves(state)} == {P("x")}
         return len(calls)
 
-    assert traces(functools.partial(jax.tree.map, jnp.zeros_like)) <= 3
-    assert traces(INITS["leaves"]) <= 3 + 10
+    assert traces(functools.partial(jax.tree.map, jnp.zeros_like)) <= 4
+    assert traces(INITS["leaves"]) <= 4 + 10
 
 
 def matrices(w):

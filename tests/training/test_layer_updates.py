@@ -481,7 +481,7 @@ def longer(x):
     ("tx", "layers", "message"),
     [
         (gx.ftrl(0.1), ["blocks"], "state is not that of tx: at .*{}.* has"),
-        (gx.adagrad(0.1), (), r"updates and .* differ at \[{}\]"),
+        (gx.adagrad(0.1), (), "state is not that of tx: at .*{}.* has"),
         (optax.adam(0.1), ["blocks"], "state is not that of tx: at .*{}.* has"),
     ],
 )

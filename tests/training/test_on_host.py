@@ -738,9 +738,11 @@ def test_so_does_a_server_of_several_processes():
     params = {"w": jnp.ones((512, 256))}
     mesh = jax.make_mesh((1,), (layout.AXIS,))
     make = process.made(
-        "params", lambda: gx.on_host(params), layout.Layout.of(params, 1), mesh
+        "params", lambda: gx.on_host(params), layout.ServerLayout.of(params, 1), mesh
     )
     with pytest.raises(ValueError, match=IN_HOST.format("params")):
         make()
-    make = process.made("params", lambda: params, layout.Layout.of(params, 1), mesh)
+    make = process.made(
+        "params", lambda: params, layout.ServerLayout.of(params, 1), mesh
+    )
     chex.assert_trees_all_equal(make(), params)

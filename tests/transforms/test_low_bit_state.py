@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from benchmarks.models import size
-from gradxform._ray.layout import Layout
+from gradxform._ray.layout import ServerLayout
 from tests import test_optax_all
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")  # optax's own code promotes.
@@ -352,7 +352,7 @@ def test_a_state_is_made_one_array_after_the_other(tx, dtype):
 def test_the_state_of_a_leaf_just_below_min_size_has_a_layout():
     """A server of several processes compares it with that of longer parameters."""
     params = {"w": jnp.zeros((1022, 4)), "v": jnp.zeros((1024, 4))}
-    layout = Layout.of(params, 2, {"w": P("server"), "v": P("server")})
+    layout = ServerLayout.of(params, 2, {"w": P("server"), "v": P("server")})
     tx = gx.low_bit_state(optax.trace(0.9))
     state = layout.of_state(tx.init)
     assert types(state.types) == types(jax.eval_shape(tx.init, params))
