@@ -12,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.descriptors import DESCRIPTORS
@@ -136,28 +134,3 @@ def test_a_gate_around_schedule_free_keeps_late_pushes_from_the_average():
         chex.assert_trees_all_equal(before, after)
     for before, after in at_late_pushes(averaged(gx.drop_stale(novograd(0.1), 0))):
         assert jnp.all(before["w"] != after["w"])
-
-
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", ["clip_by_global_norm", "drop_stale", "skip_spikes"])
-def test_multi_steps_on_explicit_axes_without_a_mesh_that_is_set(name):
-    """Its zeros have no type on the mesh then, and nothing of ours gives them one."""
-    mesh = jax.make_mesh((2,), ("x",), (AxisType.Explicit,), devices=jax.devices()[:2])
-    inner = {
-        "clip_by_global_norm": gx.clip_by_global_norm(0.5),
-        "drop_stale": gx.drop_stale(optax.sgd(0.1), 1),
-        "skip_spikes": gx.skip_spikes(optax.sgd(0.1)),
-    }[name]
-    tx = optax.MultiSteps(inner, 2).gradient_transformation()
-    extra = {"local_step": 0} if name == "drop_stale" else {}
-    params = jnp.ones((4, 8)) / 10
-
-    def trained(params):
-        state = jax.jit(tx.init)(params)
-        step = jax.jit(lambda g, s, p: tx.update(g, s, p, **extra))
-        for _ in range(4):
-            updates, state = step(params, state, params)
-        return updates
-
-    there = jax.device_put(params, NamedSharding(mesh, P(None, "x")))
-    np.testing.assert_allclose(trained(there), trained(params), rtol=1e-6)

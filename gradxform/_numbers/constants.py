@@ -142,12 +142,7 @@ def zero(params: optax.Params, dtype: jax.typing.DTypeLike) -> jax.Array:
     if not numbers:
         return jnp.zeros((), dtype)
     p = param(min(numbers, key=np.size))
-    its = jax.typeof(p).sharding.mesh
-    if isinstance(p, jax.core.Tracer) and not its.manual_axes:
-        if its.explicit_axes and jax.sharding.get_abstract_mesh().empty:
-            # A number of this mesh would put zeros there that optax makes beside it,
-            # and their type would say so: those of `optax.MultiSteps` do not fit then.
-            return jnp.zeros((), dtype)
+    if isinstance(p, jax.core.Tracer) and not jax.typeof(p).sharding.mesh.manual_axes:
         # jit drops an unused argument, and with it the devices that it was on.
         return _false(p, 0).astype(dtype)
     return full_like(p, 0, dtype, axes=0)
