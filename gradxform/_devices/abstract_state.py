@@ -145,7 +145,7 @@ def _said(
     except Exception:  # An ``init`` that knows no explicit axes may raise any.
         return jax.eval_shape(init, jax.tree.map(_described, params)), {}
     jaxpr = programs.inlined(closed).jaxpr
-    puts = {x: eqn for eqn in jaxpr.eqns for x in eqn.outvars}
+    puts = {x: eqn for eqn in jaxprs.all_equations(jaxpr) for x in eqn.outvars}
     found: dict[Path, P] = {}
     paths = (path for path, _ in jax.tree.leaves_with_path(state))
     for path, x in zip(paths, jaxpr.outvars, strict=True):

@@ -119,7 +119,7 @@ def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:
     return not {"IO", "OrderedIO"}.isdisjoint(map(str, program.effects))
 
 
-def place(eqn: JaxprEqn) -> str:
+def described(eqn: JaxprEqn) -> str:
     """An equation's operation, and the line of the user's code, for messages."""
     from jax.extend import source_info_util
 
@@ -144,6 +144,11 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
         return f(eqn.replace(params=params))
 
     return mapped(closed)
+
+
+def all_equations(jaxpr: Jaxpr) -> list[JaxprEqn]:
+    """The equations of a program, also those that nothing needs."""
+    return list(jaxpr.eqns)
 
 
 def equations(jaxpr: Jaxpr) -> list[JaxprEqn]:

@@ -142,7 +142,7 @@ def _unscanned(path: str, use: Use | None) -> str:
     """Why the layers of a stack came at once, and what to do."""
     why, hint = "no jax.lax.scan of f goes over its layers", "Leave"
     if use:
-        why += f": {jaxprs.place(use.eqn)} takes the whole stack"
+        why += f": {jaxprs.described(use.eqn)} takes the whole stack"
         if jaxprs.name_of(use.eqn) == Op.SHARD_MAP:
             hint = "Put jax.shard_map around gx.evaluate. Or leave"
     return (

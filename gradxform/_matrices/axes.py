@@ -144,7 +144,7 @@ class Followed:
                 self._tie((same.inside, same.other), (inside, scope), same.shift)
             for same in program.carried:
                 self._tie((same.inside, same.other), (inside, inside), 0)
-            for eqn in program.jaxpr.eqns:
+            for eqn in jaxprs.all_equations(program.jaxpr):
                 self._through(eqn, inside)
 
     def _tie(

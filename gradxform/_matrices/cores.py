@@ -60,7 +60,7 @@ class MatrixCore(NamedTuple):
     """Equations that make arrays of others, for each matrix of one parameter.
 
     Attributes:
-      eqns: they.
+      equations: they.
       reads: what they read and do not make. Numbers and few entries are the same for
         each matrix of a parameter.
       makes: what they make and others read.
@@ -69,7 +69,7 @@ class MatrixCore(NamedTuple):
       indices: those of its equations in the program.
     """
 
-    eqns: tuple[JaxprEqn, ...]
+    equations: tuple[JaxprEqn, ...]
     reads: tuple[Var, ...]
     makes: tuple[Var, ...]
     axes: Mapping[Var, Axes]
@@ -79,7 +79,7 @@ class MatrixCore(NamedTuple):
     def key(self) -> Hashable:
         """What is equal for equal cores."""
         axes = (self.axes[x] for x in (*self.reads, *self.makes))
-        program = equality.of_equations(self.reads, self.eqns, self.makes)
+        program = equality.of_equations(self.reads, self.equations, self.makes)
         return self.level, tuple(axes), program
 
     def is_array(self, x: Var) -> bool:
@@ -314,10 +314,10 @@ class TracedUpdate:
             by_level.setdefault(levels[part.indices[k]], []).append(k)
         for level, members in by_level.items():
             indices = {part.indices[k] for k in members}
-            made = [x for k in members for x in part.eqns[k].outvars]
+            made = [x for k in members for x in part.equations[k].outvars]
             makes = [x for x in made if not indices.issuperset(self.read_by.get(x, ()))]
             chosen = [k for k in plan.inside if k < part.num_free] + members
-            eqns = jaxprs.needed([part.eqns[k] for k in sorted(chosen)], makes)
+            eqns = jaxprs.needed([part.equations[k] for k in sorted(chosen)], makes)
             made_here = {x for eqn in eqns for x in eqn.outvars}
             reads = [x for x in jaxprs.variables_read(eqns) if x not in made_here]
             none: Axes = (None,) * plan.number
@@ -369,7 +369,7 @@ def _refuse(eqn: JaxprEqn, why: str) -> NoReturn:
         hint = "Put gates, and all that decides, around whole_matrices"
     raise NoCoreError(
         "whole_matrices takes an update that treats the matrices of each parameter by "
-        f"themselves, but {jaxprs.place(eqn)} {why}, with {', '.join(shapes)}. {hint}, "
+        f"themselves, but {jaxprs.described(eqn)} {why}, with {', '.join(shapes)}. {hint}, "
         "or have the arrays whole on each device."
     )
 
@@ -405,7 +405,7 @@ class _Part:
     """The equations of one parameter.
 
     Attributes:
-      eqns: they. First come those of free variables, which others compute, too.
+      equations: they. First come those of free variables, which others compute, too.
       indices: the index of each in the program.
       num_free: how many the first ones are.
       readers: for each variable the positions of equations that read it; -1 for all
@@ -415,7 +415,7 @@ class _Part:
       lying: what may lie where matrices are.
     """
 
-    eqns: list[JaxprEqn]
+    equations: list[JaxprEqn]
     indices: list[int]
     num_free: int
     readers: dict[Var, list[int]]
@@ -469,7 +469,7 @@ class _Part:
     @functools.cached_property
     def variables(self) -> list[Var]:
         """All of its variables, in the same order for equal parts."""
-        atoms = (x for eqn in self.eqns for x in (*eqn.invars, *eqn.outvars))
+        atoms = (x for eqn in self.equations for x in (*eqn.invars, *eqn.outvars))
         return [*dict.fromkeys(filter(jaxprs.is_variable, atoms))]
 
     @functools.cached_property
@@ -484,21 +484,21 @@ class _Part:
             )
             for x in self.variables
         )
-        program = equality.of_equations((), self.eqns, ())
+        program = equality.of_equations((), self.equations, ())
         return program, roles, self.num_free, number[self.lead]
 
     def plan(self) -> _Plan:
         """Its cores are as many equations as possible, at the least cost."""
         needed = self._between()
         labels: list[dict[Var, Along]] = []
-        mixing = {k for k, eqn in enumerate(self.eqns) if eqn.effects}
-        first = self.eqns[min(self._of_matrices)]
+        mixing = {k for k, eqn in enumerate(self.equations) if eqn.effects}
+        first = self.equations[min(self._of_matrices)]
         for axis, size in enumerate(shape_of(self.lead)):
             if size < 2:
                 continue
             followed = Followed(self.lead, axis)
             with contextlib.suppress(MixedError):
-                followed.follow(self.eqns, needed)
+                followed.follow(self.equations, needed)
                 along = followed.along()
                 if jaxprs.among(first.invars, along):
                     labels.append(along)
@@ -513,29 +513,31 @@ class _Part:
 
     @functools.cached_property
     def _own(self) -> range:
-        return range(self.num_free, len(self.eqns))
+        return range(self.num_free, len(self.equations))
 
     @functools.cached_property
     def _of_matrices(self) -> set[int]:
-        return {k for k in self._own if is_of_matrices(self.eqns[k])}
+        return {k for k in self._own if is_of_matrices(self.equations[k])}
 
     def _after_matrices(self) -> set[int]:
         """The positions of operations on matrices, and of those that need one."""
         after = set(self._of_matrices)
-        made = {x for k in after for x in self.eqns[k].outvars}
+        made = {x for k in after for x in self.equations[k].outvars}
         for k in self._own:
-            if jaxprs.among(self.eqns[k].invars, made):
-                made.update(self.eqns[k].outvars)
+            if jaxprs.among(self.equations[k].invars, made):
+                made.update(self.equations[k].outvars)
                 after.add(k)
         return after
 
     def _between(self) -> set[int]:
         """The positions of equations between operations on matrices."""
         before = set(self._of_matrices)
-        read = {x for k in before for x in self.eqns[k].invars if jaxprs.is_variable(x)}
+        read = {
+            x for k in before for x in self.equations[k].invars if jaxprs.is_variable(x)
+        }
         for k in reversed(self._own):
-            if not read.isdisjoint(self.eqns[k].outvars):
-                read.update(filter(jaxprs.is_variable, self.eqns[k].invars))
+            if not read.isdisjoint(self.equations[k].outvars):
+                read.update(filter(jaxprs.is_variable, self.equations[k].invars))
                 before.add(k)
         return self._after_matrices() & before
 
@@ -544,9 +546,9 @@ class _Part:
     ) -> tuple[frozenset[int], list[Var]]:
         """The positions of equations inside, and the state that lies there."""
         graph, none = Graph(), (None,) * count
-        made = {x: k for k, eqn in enumerate(self.eqns) for x in eqn.outvars}
+        made = {x: k for k, eqn in enumerate(self.equations) for x in eqn.outvars}
         state: dict[Var, Hashable] = {}
-        for k in range(len(self.eqns)):
+        for k in range(len(self.equations)):
             if k in mixing:
                 graph.edge(k, graph.outside, NEVER)
             elif k in self._of_matrices:
@@ -568,9 +570,9 @@ class _Part:
         after = self._after_matrices()
         latency = _SHARE * min(1 << 14, nbytes(self.lead) // 4)
         for k in after:
-            if jaxprs.name_of(self.eqns[k]) in versions.REDUCTIONS:
+            if jaxprs.name_of(self.equations[k]) in versions.REDUCTIONS:
                 # Of parts it needs a collective of its own.
-                size = sum(map(nbytes, self.eqns[k].outvars))
+                size = sum(map(nbytes, self.equations[k].outvars))
                 graph.edge(graph.inside, k, 2 * _SHARE * size + latency)
         for x in self.variables:
             maker = state.get(x, made.get(x, graph.outside))
@@ -585,7 +587,7 @@ class _Part:
                 out = 0
             graph.value(x, maker, readers, cost, out)
         cut = graph.cut()
-        inside = frozenset(k for k in range(len(self.eqns)) if k in cut)
+        inside = frozenset(k for k in range(len(self.equations)) if k in cut)
         return inside, [x for x, node in state.items() if node in cut]
 
 
@@ -612,7 +614,7 @@ def matrices(core: MatrixCore) -> Matrices:
 
     def run(*args: jax.Array) -> list[jax.Array]:
         env = dict(zip(core.reads, args, strict=True))
-        jaxprs.advance(core.eqns, env, unplaced.left_out)
+        jaxprs.advance(core.equations, env, unplaced.left_out)
         return [env[x] for x in core.makes]
 
     program = _traced(run, *unplaced.bare_types(core.reads))
@@ -651,7 +653,9 @@ def _further(
             continue
         followed = Followed(lead, axis)
         try:
-            followed.follow(jaxpr.eqns, range(len(jaxpr.eqns)))
+            followed.follow(
+                jaxprs.all_equations(jaxpr), range(len(jaxprs.all_equations(jaxpr)))
+            )
         except MixedError:
             continue
         along = followed.along()

@@ -31,7 +31,7 @@ def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
 
     An argument of fewer entries than ``few`` belongs to none.
     """
-    if not any(map(_may_tie, closed.jaxpr.eqns)):
+    if not any(map(_may_tie, jaxprs.all_equations(closed.jaxpr))):
         return closed
     owners = _owners(closed, few)
 
@@ -62,11 +62,11 @@ def _owners(closed: ClosedJaxpr, few: int) -> Owners:
     jaxpr = closed.jaxpr
     known = [x for x in jaxpr.invars if math.prod(shape_of(x)) < few]
     free = {*known, *jaxpr.constvars}
-    for eqn in jaxpr.eqns:
+    for eqn in jaxprs.all_equations(jaxpr):
         read = filter(jaxprs.is_variable, eqn.invars)
         if free.issuperset(read) and not eqn.effects:
             free.update(eqn.outvars)
-    return Owners(jaxpr, jaxpr.eqns, free)
+    return Owners(jaxpr, jaxprs.all_equations(jaxpr), free)
 
 
 def _by_owner(variables: Iterable[Var], owners: Owners) -> list[list[int]]:
@@ -133,7 +133,9 @@ class _Branch:
     def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
         """The numbers that parts of several owners read, or one of another owner."""
         found: dict[Var, None] = {}
-        for eqn, owner in zip(self.jaxpr.eqns, self._owners.equations, strict=True):
+        for eqn, owner in zip(
+            jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
+        ):
             for x in filter(jaxprs.is_variable, eqn.invars):
                 of = self._owners.of[x]
                 is_made = x not in self.jaxpr.invars
@@ -145,7 +147,11 @@ class _Branch:
         self, wanted: Sequence[Var | Literal], known: dict[Var, Any]
     ) -> list[Any]:
         """Some of its variables, if some are known."""
-        eqns = [eqn for eqn in self.jaxpr.eqns if not known.keys() & {*eqn.outvars}]
+        eqns = [
+            eqn
+            for eqn in jaxprs.all_equations(self.jaxpr)
+            if not known.keys() & {*eqn.outvars}
+        ]
         env = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | known
         env |= zip(self.jaxpr.invars, self._operands, strict=True)
         jaxprs.advance(jaxprs.needed(eqns, wanted), env)

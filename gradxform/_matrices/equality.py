@@ -119,7 +119,7 @@ class _Described(NamedTuple):
     def jaxpr(self, jaxpr: Jaxpr, consts: Sequence[Any]) -> Hashable:
         """A program, and the values of its constants."""
         variables = [*jaxpr.constvars, *jaxpr.invars]
-        program = self.equations(variables, jaxpr.eqns, jaxpr.outvars)
+        program = self.equations(variables, jaxprs.all_equations(jaxpr), jaxpr.outvars)
         return (*map(of_value, consts), program)
 
     def params(self, eqn: JaxprEqn) -> Hashable:

@@ -108,7 +108,7 @@ class Owners:
             if known and (not jaxprs.is_variable(x) or (scope, x) in self._free):
                 self._free.add((inside, same.inside))
         self._free.update((inside, x) for x in program.jaxpr.constvars)
-        for eqn in program.jaxpr.eqns:
+        for eqn in jaxprs.all_equations(program.jaxpr):
             read = ((inside, x) for x in filter(jaxprs.is_variable, eqn.invars))
             if self._free.issuperset(read) and not eqn.effects:
                 self._free.update((inside, x) for x in eqn.outvars)
@@ -122,7 +122,7 @@ class Owners:
             )
         for same in program.carried:
             self._join_all([same.inside, same.other], inside)
-        self._join(program.jaxpr.eqns, inside)
+        self._join(jaxprs.all_equations(program.jaxpr), inside)
 
     def _join_all(self, atoms: Iterable[Var | Literal], scope: _Scope) -> None:
         if found := self._large(atoms, scope):

@@ -62,12 +62,12 @@ def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     from jax.extend.core import primitives
 
-    context = jax.make_jaxpr(jnp.negative)(1.0).jaxpr.eqns[0].ctx
+    (plain,) = jaxprs.all_equations(jax.make_jaxpr(jnp.negative)(1.0).jaxpr)
 
     def bare(eqn: JaxprEqn) -> JaxprEqn:
         if jaxprs.name_of(eqn) in _PLACES:
             copy: Any = primitives.copy_p
-            return eqn.replace(primitive=copy, params={}, ctx=context)
+            return eqn.replace(primitive=copy, params={}, ctx=plain.ctx)
         params = {
             name: None if isinstance(x, NamedSharding) else x
             for name, x in eqn.params.items()
@@ -76,13 +76,17 @@ def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
         return eqn.replace(
             invars=[*map(_anew, eqn.invars)],
             params=params,
-            ctx=eqn.ctx if is_marked else context,
+            ctx=eqn.ctx if is_marked else plain.ctx,
         )
 
     found = jaxprs.replaced(closed, bare)
-    pairs = zip(closed.jaxpr.eqns, found.jaxpr.eqns, strict=True)
+    pairs = zip(
+        jaxprs.all_equations(closed.jaxpr),
+        jaxprs.all_equations(found.jaxpr),
+        strict=True,
+    )
     eqns = [
-        a.replace(ctx=context) if jaxprs.name_of(a) == _CONSTRAINT else b
+        a.replace(ctx=plain.ctx) if jaxprs.name_of(a) == _CONSTRAINT else b
         for a, b in pairs
     ]
     if type(found.jaxpr) is type(found):  # Since JAX 0.12 they are one.
