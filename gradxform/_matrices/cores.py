@@ -369,8 +369,8 @@ def _refuse(eqn: JaxprEqn, why: str) -> NoReturn:
         hint = "Put gates, and all that decides, around whole_matrices"
     raise NoCoreError(
         "whole_matrices takes an update that treats the matrices of each parameter by "
-        f"themselves, but {jaxprs.described(eqn)} {why}, with {', '.join(shapes)}. {hint}, "
-        "or have the arrays whole on each device."
+        f"themselves, but {jaxprs.described(eqn)} {why}, with {', '.join(shapes)}. "
+        f"{hint}, or have the arrays whole on each device."
     )
 
 
