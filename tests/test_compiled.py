@@ -27,6 +27,7 @@ from benchmarks.models import (
 )
 from benchmarks.step import CLIP, gx_step, optax_step
 from gradxform._gates.gate import gate_of
+from gradxform._trees import states
 from tests.descriptors import DESCRIPTORS, UNGATED
 
 pytestmark = pytest.mark.figures
@@ -233,7 +234,8 @@ STEPS = {
 def test_a_step_keeps_no_copy_of_its_gradients(name):
     tx, copies, passes, aliased, dtype, write = STEPS[name]
     shapes, gate = leaves(dtype), gate_of(tx)
-    late = {"local_step": jax.ShapeDtypeStruct((), jnp.int32)} if gate else {}
+    is_late = "local_step" in states.words(jax.eval_shape(tx.init, shapes))
+    late = {"local_step": jax.ShapeDtypeStruct((), jnp.int32)} if is_late else {}
     step = compile_step(tx, shapes, write=write, **late)
     check(step, size(shapes), copies, passes)
     in_place = step.memory_analysis().alias_size_in_bytes
@@ -562,7 +564,9 @@ def test_no_float64_and_no_call_to_the_host(factory):
         state = {name: row.make().init(params) for name, row in rows.items()}
         extra = {
             name: {
-                k: jnp.int32(v) if isinstance(v, int) else v
+                k: jnp.asarray(v, "int32" if isinstance(v, int) else "float32")
+                if isinstance(v, int | float)
+                else v
                 for k, v in row.extra(params).items()
             }
             for name, row in rows.items()

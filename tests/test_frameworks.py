@@ -27,6 +27,7 @@ from flax.training import train_state
 
 import gradxform as gx
 from gradxform.__main__ import load_digits  # The data of the demo.
+from gradxform._trees import states
 from tests import oracles
 from tests.conftest import promotion
 from tests.descriptors import DESCRIPTORS, RATE, TRANSFORMATIONS, Descriptor
@@ -390,11 +391,11 @@ def test_linen_under_partitioning_metadata(field):
 
     def trained(params):
         state = tx.init(params)
-        types = jax.tree.map(jax.typeof, state)
+        types, words = jax.tree.map(jax.typeof, state), states.words(state)
         for local_step in range(4):
-            params, state = gx.apply_gradients(
-                tx, params, state, params, worker=0, local_step=local_step
-            )
+            extra = {"worker": 0, "local_step": local_step}
+            extra = {name: x for name, x in extra.items() if name in words}
+            params, state = gx.apply_gradients(tx, params, state, params, **extra)
             assert jax.tree.map(jax.typeof, state) == types
         return jax.tree.leaves((params, state))
 

@@ -332,7 +332,7 @@ def _with_waiting(
 
     The mean of a leaf without a gradient in the push that makes a step is carried on.
     """
-    acts = jnp.array([*map(maps.has_gradient, maps.leaves(updates))])
+    acts = jnp.array([*map(maps.has_gradient, maps.leaves(updates))], bool)
     present = acts | (state.present & jnp.any(before > 0))
     present = jnp.where(accepted, present, state.present)
     carried = jnp.where(acts, 0, state.carried + present.astype(jnp.int32))

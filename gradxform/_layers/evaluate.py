@@ -130,7 +130,7 @@ def _by_layers(
     reader = EvaluationReader(dict(stacks), itertools.count(len(leaves)))
     variables = [StackVariable(n, structures.path_str(names[n])) for n in stacks]
     closed = programs.with_placements(closed)
-    program = programs.InnerProgram.needed(closed)
+    program = programs.InnerProgram(closed.jaxpr, closed.consts)
     results = Forward(reader).results(program, variables)
     for x in variables:
         if x.path not in reader.scanned:

@@ -43,15 +43,18 @@ CLIPPED = optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1, row_wise=True
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "make",
+    ("make", "by_params"),
     [
-        lambda: gx.drop_stale(CLIPPED, 1),
-        lambda: gx.drop_stale(optax.chain(gx.compensate_delay(1.0), CLIPPED), 9),
-        lambda: gx.conditional_accumulator(CLIPPED, 2, reduction="row_mean"),
+        (lambda: gx.drop_stale(CLIPPED, 1), False),
+        (
+            lambda: gx.drop_stale(optax.chain(gx.compensate_delay(1.0), CLIPPED), 9),
+            True,
+        ),
+        (lambda: gx.conditional_accumulator(CLIPPED, 2, reduction="row_mean"), False),
     ],
     ids=["drop_stale", "compensate_delay", "row_mean"],
 )
-def test_pulled_rows_train_as_pulled_tables(make):
+def test_pulled_rows_train_as_pulled_tables(make, by_params):
     by_rows, by_tables = server_of(make()), server_of(make())
     rng = np.random.default_rng(1)
     held = []  # Three workers, each two pushes late.
@@ -64,7 +67,8 @@ def test_pulled_rows_train_as_pulled_tables(make):
         results = []
         for server, params in ((by_rows, part), (by_tables, whole)):
             loss, grads = gradients(params, ids)
-            result = server.push(grads, int(seen), worker_params=params)
+            extra = {"worker_params": params} if by_params else {}
+            result = server.push(grads, int(seen), **extra)
             results.append((float(loss), result))
         assert results[0] == results[1]
     chex.assert_trees_all_equal(by_rows.state(), by_tables.state())

@@ -48,7 +48,10 @@ AROUND = {
     "drop_stale": (lambda tx: gx.drop_stale(tx, 2), {"local_step": 0}),
     "skip_spikes": (gx.skip_spikes, {}),
     "accumulate": (lambda tx: gx.accumulate(tx, 1), {"weight": 1.0}),
-    "worker_mean": (lambda tx: gx.worker_mean(tx, 1, method="latest"), {"worker": 0}),
+    "worker_mean": (
+        lambda tx: gx.worker_mean(tx, 1, method="ringleader"),
+        {"worker": 0},
+    ),
     "gates in a chain": (
         lambda tx: optax.chain(gx.skip_spikes(gx.drop_stale(tx, 9)), optax.identity()),
         {"local_step": 0},

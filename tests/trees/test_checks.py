@@ -405,7 +405,9 @@ GATES = {
     "num_required to 2": (summed(near(2 + 1e-6), {}, {}), -1),
     "num_required to 1": (summed(near(1 - 1e-6), {}), -1),
     "weight to 0": (
-        lambda: pushed(gx.accumulate(INNER, 1), NAN | {"weight": weighted(0)}),
+        lambda: pushed(
+            gx.accumulate(INNER, 1), {"grad": np.nan, "weight": weighted(0)}
+        ),
         0,
     ),
     "weight by staleness": (late_sum(NAN, weight=weighted), 0),
