@@ -391,6 +391,8 @@ class Training:
         close(got[2], wanted[2], rtol=max(loose, 1e-4), atol=1e-5)
         if is_plain:
             pairs = known(got[1]), known(wanted[1])
+            norms = pairs[0]["norms"]  # With those of what is frozen.
+            pairs[0]["norms"] = {k: norms[k] for k in pairs[1]["norms"]}
             jax.tree.map(functools.partial(close, rtol=loose, atol=1e-6), *pairs)
         else:
             same_state(got[1], wanted[1], old[1], loose)
@@ -448,11 +450,12 @@ def same_state(got, wanted, old, loose):
 
 def known(state):
     """The counts of steps and the norms in a state, whatever else it has."""
-    found = {"steps": [], "norms": []}
+    found = {"steps": [], "norms": {}}
     for path, x in jax.tree.leaves_with_path(state):
-        names = {getattr(k, "name", getattr(k, "key", None)) for k in path}
-        if names & {"global_step", "gradient_step"}:
+        names = [str(getattr(k, "name", getattr(k, "key", ""))) for k in path]
+        if {*names} & {"global_step", "gradient_step"}:
             found["steps"].append(x)
         elif "norms" in names:
-            found["norms"].append(x)
+            leaf = "/".join(names[names.index("norms") :])
+            found["norms"].setdefault(leaf, []).append(x)
     return found | {"steps": sorted(found["steps"])}
