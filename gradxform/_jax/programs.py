@@ -70,7 +70,7 @@ class InnerProgram(NamedTuple):
 
 def program(eqn: JaxprEqn) -> InnerProgram:
     """The program of an operation that runs it once, on its operands."""
-    found = eqn.params.get("jaxpr")
+    found: Any = eqn.params.get("jaxpr")
     if found is None:
         found = versions.opened(eqn)
     # That of a checkpoint has no constants.

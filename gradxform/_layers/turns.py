@@ -1,4 +1,4 @@
-"""Stacks inside of loops and conditionals, of which nothing is differentiated.
+"""Stacks inside of loops and conditionals that JAX does not differentiate.
 
 A function that samples goes over the layers once in each turn of a loop. A stack waits
 inside of the loop, too. A loop may also carry a stack, as a cache of keys and values: a

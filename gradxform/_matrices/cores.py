@@ -621,6 +621,7 @@ def matrices(core: MatrixCore) -> Matrices:
     reads = [list[int | None]() for _ in core.reads]
     makes = [list[int | None]() for _ in core.makes]
     count = len(next(iter(core.axes.values()), ()))
+    are_arrays = list(map(core.is_array, core.reads))
 
     def divide(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
         nonlocal program
@@ -636,18 +637,21 @@ def matrices(core: MatrixCore) -> Matrices:
         divide(
             [core.axes[x][n] for x in core.reads], [core.axes[x][n] for x in core.makes]
         )
-    while any(divide(*found) for found in _further(program)):
+    while any(divide(*found) for found in _further(program, are_arrays)):
         pass
     key = equality.of_program(program)
     return Matrices(program, tuple(map(tuple, reads)), tuple(map(tuple, makes)), key)
 
 
 def _further(
-    program: ClosedJaxpr,
+    program: ClosedJaxpr, are_arrays: Sequence[bool]
 ) -> Iterator[tuple[list[int | None], list[int | None]]]:
-    """Axes of matrices that are seen when others have one entry."""
+    """Axes of matrices that are seen when others have one entry.
+
+    What is the same for all matrices has none: each device has the whole of it.
+    """
     jaxpr = program.jaxpr
-    lead = max(jaxpr.invars, key=nbytes)
+    lead = max(itertools.compress(jaxpr.invars, are_arrays), key=nbytes)
     for axis, size in enumerate(shape_of(lead)):
         if size < 2:
             continue
@@ -662,6 +666,9 @@ def _further(
         both = *jaxpr.invars, *jaxpr.outvars
         found = [along.get(x) if jaxprs.is_variable(x) else None for x in both]
         made = found[len(jaxpr.invars) :]
+        is_same = (not x for x in are_arrays)
+        if any(itertools.compress(found, is_same)):
+            continue
         if all(made) and all(one is None or one.entries == 1 for one in found):
             axes = [None if one is None else one.axis for one in found]
             yield axes[: len(jaxpr.invars)], axes[len(jaxpr.invars) :]

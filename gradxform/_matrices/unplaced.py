@@ -79,7 +79,7 @@ def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
             ctx=eqn.ctx if is_marked else plain.ctx,
         )
 
-    found = jaxprs.replaced(closed, bare)
+    found: Any = jaxprs.replaced(closed, bare)  # One of two classes, by JAX's version.
     pairs = zip(
         jaxprs.all_equations(closed.jaxpr),
         jaxprs.all_equations(found.jaxpr),

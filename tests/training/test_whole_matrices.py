@@ -1048,3 +1048,24 @@ def test_an_axis_of_each_kind(said):
     assert jax.typeof(updates["w"]).sharding.spec == P("x", None)
     kinds, _ = collectives(update.lower(*args).compile())
     assert kinds == {"all-to-all": 2}
+
+
+CONSTANT = np.random.default_rng(0).standard_normal((8, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("number", [5, 8])
+@pytest.mark.parametrize("last", ["alone", "after products"])
+@pytest.mark.parametrize("spec", [P(), P(None, "x")])
+def test_the_last_product_is_that_of_a_constant_and_a_stack(number, last, spec):
+    """Then rows of the constant stand alone, too, but each device has all of it."""
+
+    def update(g):
+        if last == "after products":
+            g = g @ jnp.swapaxes(g, -1, -2) @ g
+        return jnp.asarray(CONSTANT) @ g
+
+    there = NamedSharding(mesh([8]), spec)
+    tx = gx.whole_matrices(optax.stateless_with_tree_map(lambda g, _: update(g)), there)
+    g = draw({"w": (number, 8, 16)})["w"]
+    got = jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(jax.device_put(g, there))
+    np.testing.assert_allclose(got, update(g), rtol=1e-4, atol=1e-4)
