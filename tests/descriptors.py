@@ -29,7 +29,7 @@ def factory(name: str) -> Callable[..., Any]:
     return getattr(gx if hasattr(gx, name) else gx.contrib, name)
 
 
-# Types of numbers, and of what has one for each leaf or worker; of no function.
+# Types of arguments that are numbers, or trees and rows of numbers; no functions.
 NUMBER = re.compile(
     r"(?!Callable).*?(ArrayLike|ScalarOrSchedule|Required|\b(float|int)\b)"
 )

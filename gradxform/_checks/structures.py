@@ -390,7 +390,7 @@ def _not_own(path: Path, given: str, wanted: str) -> TypeError:
     )
 
 
-# What to do with a module that has more than its parameters.
+# The way out for a module that has more than its parameters.
 _DIVIDE = (
     "Pass the arrays of a module alone. Of Equinox: params, rest = eqx.partition("
     "module, eqx.is_inexact_array), and eqx.combine(params, rest) in the loss."

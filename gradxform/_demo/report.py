@@ -20,7 +20,7 @@ SECONDS = 5.0  # Between two lines where there is no terminal.
 
 
 def quiet_orbax() -> None:
-    """Leaves out what orbax prints of a checkpoint that it cannot write.
+    """Hides the lines that orbax prints if it cannot write a checkpoint.
 
     That is hundreds of lines, and threads that nobody waits for print some at the very
     end. Orbax also raises the error, and a run says it in one line.

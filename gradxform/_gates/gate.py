@@ -101,7 +101,7 @@ class Gate:
 
     @property
     def words(self) -> Words:
-        """The keywords of what is behind the gate; its state says its own."""
+        """The keywords that ``inner`` reads. The state of the gate says its own."""
         return words_of(self.inner)
 
     def update_fn(

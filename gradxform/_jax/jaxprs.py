@@ -119,7 +119,7 @@ def calls_host(program: ClosedJaxpr | JaxprEqn) -> bool:
     return not {"IO", "OrderedIO"}.isdisjoint(map(str, program.effects))
 
 
-def described(eqn: JaxprEqn) -> str:
+def with_line(eqn: JaxprEqn) -> str:
     """An equation's operation, and the line of the user's code, for messages."""
     from jax.extend import source_info_util
 

@@ -56,6 +56,12 @@ class InnerProgram(NamedTuple):
     consts: Sequence[Any]  # Arrays, also of NumPy.
 
     @classmethod
+    def of(cls, found: ClosedJaxpr | Jaxpr) -> InnerProgram:
+        """The same of a jaxpr; that of a checkpoint has no constants."""
+        jaxpr: Any = getattr(found, "jaxpr", found)
+        return cls(jaxpr, getattr(found, "consts", ()))
+
+    @classmethod
     def needed(cls, closed: ClosedJaxpr) -> InnerProgram:
         """A program without equations that nothing needs."""
         eqns = jaxprs.equations(closed.jaxpr)
@@ -73,19 +79,20 @@ def program(eqn: JaxprEqn) -> InnerProgram:
     found: Any = eqn.params.get("jaxpr")
     if found is None:
         found = versions.opened(eqn)
-    # That of a checkpoint has no constants.
-    return InnerProgram(getattr(found, "jaxpr", found), getattr(found, "consts", ()))
+    return InnerProgram.of(found)
+
+
+def scope(eqn: JaxprEqn) -> contextlib.AbstractContextManager[object]:
+    """For whoever goes into a ``jit``: a profiler then shows its name."""
+    name = eqn.params.get("name")
+    return jax.named_scope(name) if name else contextlib.nullcontext()
 
 
 def run(
     eqn: JaxprEqn, inputs: Sequence[Any], rule: jaxprs.EquationRule | None = None
 ) -> list[Any]:
-    """The results of an operation that runs its program once: the default is to go in.
-
-    A ``jit`` keeps its name in what a profiler shows.
-    """
-    name = eqn.params.get("name")
-    with jax.named_scope(name) if name else contextlib.nullcontext():
+    """The results of an operation that runs its program once, by going in."""
+    with scope(eqn):
         return program(eqn).run(inputs, rule)
 
 
@@ -95,7 +102,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
         return run(eqn, inputs, rule) if name == Op.JIT else None
 
-    whole = InnerProgram(closed.jaxpr, closed.consts)
+    whole = InnerProgram.of(closed)
     return jax.make_jaxpr(lambda *x: whole.run(x, rule))(*closed.in_avals)
 
 

@@ -247,7 +247,7 @@ def _policy(*, is_second_pass: bool = False) -> Policy:
             return versions.bind(eqn, inputs)
         if is_second_pass:  # The first pass lacked what it adds up.
             raise MixedSlicesError(
-                f"its update needs a third pass, as {jaxprs.described(eqn)} depends on "
+                f"its update needs a third pass, as {jaxprs.with_line(eqn)} depends on "
                 "another sum over layers"
             )
         return None

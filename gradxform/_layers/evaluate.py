@@ -130,7 +130,7 @@ def _by_layers(
     reader = EvaluationReader(dict(stacks), itertools.count(len(leaves)))
     variables = [StackVariable(n, structures.path_str(names[n])) for n in stacks]
     closed = programs.with_placements(closed)
-    program = programs.InnerProgram(closed.jaxpr, closed.consts)
+    program = programs.InnerProgram.of(closed)
     results = Forward(reader).results(program, variables)
     for x in variables:
         if x.path not in reader.scanned:
@@ -142,7 +142,7 @@ def _unscanned(path: str, use: Use | None) -> str:
     """Why the layers of a stack came at once, and what to do."""
     why, hint = "no jax.lax.scan of f goes over its layers", "Leave"
     if use:
-        why += f": {jaxprs.described(use.eqn)} takes the whole stack"
+        why += f": {jaxprs.with_line(use.eqn)} takes the whole stack"
         if jaxprs.name_of(use.eqn) == Op.SHARD_MAP:
             hint = "Put jax.shard_map around gx.evaluate. Or leave"
     return (

@@ -146,7 +146,8 @@ class Forward:
         if runs is Runs.NEVER:
             return self._beside(eqn, inputs)
         if runs is Runs.ONCE:
-            return self._inside(eqn).run(programs.program(eqn), inputs)
+            with programs.scope(eqn):
+                return self._inside(eqn).run(programs.program(eqn), inputs)
         if name == Op.SCAN:
             found = self.reader.scan(self, self._scan(eqn, inputs), inputs)
         else:

@@ -356,7 +356,7 @@ class LossReader:
         if not self._learns(stack):
             return array
         if use.is_scanned and jaxprs.calls_host(use.eqn):
-            its = jaxprs.described(use.eqn)
+            its = jaxprs.with_line(use.eqn)
             stack.refuse(f"{its} has an io_callback, which would be called twice")
         self.is_unsure = True
 
@@ -385,13 +385,13 @@ class LossReader:
 def _why(stack: StackVariable, use: Use, array: jax.Array) -> str:
     """Why an equation cannot read a stack by layers, for messages."""
     eqn = use.eqn
-    name, where = jaxprs.name_of(eqn), jaxprs.described(eqn)
+    name, where = jaxprs.name_of(eqn), jaxprs.with_line(eqn)
     if use.is_scanned:
         if not (length := eqn.params["length"]):
             return "it has no layer"
         if (axis := stack.axis(length)) is None:
             names = [jaxprs.name_of(x) for x in stack.equations]
-            where = jaxprs.described(stack.equations[names.index(Op.RESHAPE)])
+            where = jaxprs.with_line(stack.equations[names.index(Op.RESHAPE)])
             return f"it is used by {where}"
         if cut := jax.typeof(array).sharding.spec[axis]:
             return f"its layers are sharded over {cut!r}"
@@ -522,8 +522,8 @@ def _share(backward: BackwardPass, stacks: Sequence[StackVariable]) -> None:
         for own in others:
             if own.scan.stacked[n] != first.scan.stacked[n]:
                 its, before = (
-                    jaxprs.described(own.scan.eqn),
-                    jaxprs.described(first.scan.eqn),
+                    jaxprs.with_line(own.scan.eqn),
+                    jaxprs.with_line(first.scan.eqn),
                 )
                 stack.refuse(f"{its} goes over it along another axis than {before}")
         for own in readers:

@@ -138,10 +138,8 @@ class EvaluationReader:
     ) -> list[Operand]:
         num_ends = eqn.params["cond_nconsts"]
         start = num_ends + eqn.params["body_nconsts"]
-        ends, body = (
-            InnerProgram(x.jaxpr, x.consts)
-            for x in (eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"])
-        )
+        ends = InnerProgram.of(eqn.params["cond_jaxpr"])
+        body = InnerProgram.of(eqn.params["body_jaxpr"])
         carry = dict(enumerate(inputs[start:], start))
         carried = {k: x for k, x in carry.items() if isinstance(x, StackVariable)}
         others = {k: x for k, x in carry.items() if k not in carried}
@@ -178,7 +176,7 @@ class EvaluationReader:
         def branch(program: InnerProgram) -> list[jax.Array]:
             return Forward(self).results(program, operands)
 
-        branches = [InnerProgram(x.jaxpr, x.consts) for x in eqn.params["branches"]]
+        branches = map(InnerProgram.of, eqn.params["branches"])
         sides = [functools.partial(branch, program) for program in branches]
         (index,) = forward.arrays(eqn, {0: index}).values()
         return jax.lax.switch(index, sides)

@@ -8,18 +8,17 @@ slices apart, the evaluator proves.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
 from gradxform._matrices import nested
+from gradxform._matrices.nested import Scope
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
 
 if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Literal, Var
-
-_Scope: TypeAlias = tuple[int, ...]
 
 
 class MixedError(Exception):
@@ -36,7 +35,7 @@ class Followed:
     def __init__(self, x: Var, axis: int) -> None:
         """Begins with an axis of a variable."""
         self._length = shape_of(x)[axis]
-        self._known: dict[tuple[_Scope, Var], Along] = {((), x): Along(axis)}
+        self._known: dict[tuple[Scope, Var], Along] = {((), x): Along(axis)}
         self.mixing: set[int] = set()
 
     def along(self) -> dict[Var, Along]:
@@ -69,16 +68,16 @@ class Followed:
                     self._known = before
                     self.mixing.add(k)
 
-    def _of(self, x: Var | Literal, scope: _Scope) -> Along | None:
+    def _of(self, x: Var | Literal, scope: Scope) -> Along | None:
         return self._known.get((scope, x)) if jaxprs.is_variable(x) else None
 
-    def _set(self, x: Var | Literal, scope: _Scope, along: Along) -> None:
+    def _set(self, x: Var | Literal, scope: Scope, along: Along) -> None:
         if not jaxprs.is_variable(x):
             raise MixedError
         if self._known.setdefault((scope, x), along) != along:
             raise MixedError
 
-    def _through(self, eqn: JaxprEqn, scope: _Scope) -> None:
+    def _through(self, eqn: JaxprEqn, scope: Scope) -> None:
         """Both ways through an equation."""
         programs = nested.programs(eqn)
         if programs and not self._is_over_slices(eqn, scope):
@@ -114,7 +113,7 @@ class Followed:
         if not any(read) and not is_made:
             raise MixedError
 
-    def _is_over_slices(self, eqn: JaxprEqn, scope: _Scope) -> bool:
+    def _is_over_slices(self, eqn: JaxprEqn, scope: Scope) -> bool:
         """Whether it is a scan from slice to slice."""
         if jaxprs.name_of(eqn) != Op.SCAN:
             return False
@@ -135,7 +134,7 @@ class Followed:
                     return before
         return None
 
-    def _inside(self, program: nested.Inside, scope: _Scope, inside: _Scope) -> None:
+    def _inside(self, program: nested.Inside, scope: Scope, inside: Scope) -> None:
         """Both ways through a program inside of an equation."""
         count = -1
         while count != len(self._known):
@@ -150,7 +149,7 @@ class Followed:
     def _tie(
         self,
         pair: Sequence[Var | Literal],
-        scopes: tuple[_Scope, _Scope],
+        scopes: tuple[Scope, Scope],
         shift: int,
     ) -> None:
         """The second has as many axes more in front."""

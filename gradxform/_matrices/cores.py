@@ -22,7 +22,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import jax
 
@@ -31,6 +31,7 @@ from gradxform._jax.versions import Op
 from gradxform._matrices import equality, unplaced
 from gradxform._matrices.axes import Followed, MixedError
 from gradxform._matrices.boundary import NEVER, Graph
+from gradxform._matrices.exchange import Axes
 from gradxform._matrices.owners import Nobody, Owner, Owners, Sets, is_number
 from gradxform._matrices.placements import Names
 from gradxform._slices import rules
@@ -46,10 +47,6 @@ from gradxform._slices.slices import (
 
 if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
-
-# For each axis of matrices, such as that of layers, the axis of an array; None if it
-# has no such axis.
-Axes: TypeAlias = tuple[int | None, ...]
 
 # Each device may read fewer entries as a whole, and compute with them.
 FEW = 64
@@ -369,7 +366,7 @@ def _refuse(eqn: JaxprEqn, why: str) -> NoReturn:
         hint = "Put gates, and all that decides, around whole_matrices"
     raise NoCoreError(
         "whole_matrices takes an update that treats the matrices of each parameter by "
-        f"themselves, but {jaxprs.described(eqn)} {why}, with {', '.join(shapes)}. "
+        f"themselves, but {jaxprs.with_line(eqn)} {why}, with {', '.join(shapes)}. "
         f"{hint}, or have the arrays whole on each device."
     )
 

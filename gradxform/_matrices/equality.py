@@ -67,12 +67,12 @@ def of_value(x: object) -> Hashable:
 def of_equations(
     reads: Sequence[Var], eqns: Sequence[JaxprEqn], makes: Sequence[Var | Literal]
 ) -> Hashable:
-    """What is equal for equations that make equal results of what they read."""
+    """A key of equations. It is equal if equal reads give equal results."""
     return _Described(with_rules=True).equations(reads, eqns, makes)
 
 
 def of_equation(eqn: JaxprEqn, variable: Callable[[Var], Hashable]) -> Hashable:
-    """What is equal for equations that make equal results of the same variables."""
+    """A key of equations. It is equal if the same variables give equal results."""
     described = _Described(with_rules=True)
     operands = tuple(
         variable(x) if jaxprs.is_variable(x) else described.literal(x)
@@ -97,7 +97,7 @@ class _Described(NamedTuple):
         eqns: Sequence[JaxprEqn],
         makes: Sequence[Var | Literal],
     ) -> Hashable:
-        """Equations, with numbers in the place of variables."""
+        """Equations, where a number stands for each variable."""
         numbers: dict[Var, int] = {}
 
         def atom(x: Var | Literal) -> Hashable:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.programs import OPERATIONS, Runs, program
@@ -11,6 +11,10 @@ from gradxform._jax.versions import Op
 
 if TYPE_CHECKING:
     from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+
+# Equations that a program is inside of, each by its `id` and the program's number.
+Scope: TypeAlias = tuple[int, ...]
 
 
 class Same(NamedTuple):

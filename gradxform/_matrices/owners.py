@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from gradxform._jax import jaxprs
 from gradxform._jax.versions import Op
 from gradxform._matrices import nested
+from gradxform._matrices.nested import Scope
 from gradxform._slices.rules import shape_of
 
 if TYPE_CHECKING:
@@ -21,15 +22,13 @@ if TYPE_CHECKING:
 
 
 class Nobody(enum.Enum):
-    """Owners that are no parameter: of what depends on few entries, or on several."""
+    """Owners that are no parameter: few entries, or several parameters."""
 
     FREE = enum.auto()
     SEVERAL = enum.auto()
 
 
 Owner: TypeAlias = Hashable
-# A variable of a program inside of these equations, each by its `id`.
-_Scope: TypeAlias = tuple[int, ...]
 
 
 class Sets:
@@ -71,8 +70,8 @@ class Owners:
     ) -> None:
         """Finds them; ``free`` variables depend on few entries alone."""
         self._sets = Sets()
-        self._free: set[tuple[_Scope, Var | Literal]] = {((), x) for x in free}
-        self._joining: list[tuple[_Scope, JaxprEqn]] = []
+        self._free: set[tuple[Scope, Var | Literal]] = {((), x) for x in free}
+        self._joining: list[tuple[Scope, JaxprEqn]] = []
         self._join(eqns, ())
         for scope, eqn in self._joining:
             parts = self._large(eqn.invars, scope)
@@ -82,11 +81,11 @@ class Owners:
         self.of: dict[Var, Owner] = {x: self._alone(x) for x in variables}
         self.equations = [self._owner(eqn) for eqn in eqns]
 
-    def _large(self, atoms: Iterable[Var | Literal], scope: _Scope) -> list[Hashable]:
+    def _large(self, atoms: Iterable[Var | Literal], scope: Scope) -> list[Hashable]:
         named = ((scope, x) for x in filter(jaxprs.is_variable, atoms))
         return [x for x in named if x not in self._free and not is_number(x[1])]
 
-    def _join(self, eqns: Sequence[JaxprEqn], scope: _Scope) -> None:
+    def _join(self, eqns: Sequence[JaxprEqn], scope: Scope) -> None:
         for eqn in eqns:
             name, programs = jaxprs.name_of(eqn), nested.programs(eqn)
             for n, program in enumerate(programs):
@@ -99,9 +98,7 @@ class Owners:
             elif not programs:
                 self._join_all([*eqn.invars, *eqn.outvars], scope)
 
-    def _join_inside(
-        self, program: nested.Inside, scope: _Scope, inside: _Scope
-    ) -> None:
+    def _join_inside(self, program: nested.Inside, scope: Scope, inside: Scope) -> None:
         changed = {same.other for same in program.carried}
         for same in program.operands:
             x, known = same.other, same.inside not in changed
@@ -124,7 +121,7 @@ class Owners:
             self._join_all([same.inside, same.other], inside)
         self._join(jaxprs.all_equations(program.jaxpr), inside)
 
-    def _join_all(self, atoms: Iterable[Var | Literal], scope: _Scope) -> None:
+    def _join_all(self, atoms: Iterable[Var | Literal], scope: Scope) -> None:
         if found := self._large(atoms, scope):
             self._sets.join(found)
 

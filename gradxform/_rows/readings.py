@@ -163,12 +163,12 @@ class _Reader(NamedTuple):
             reading = _reading(name, eqn, table, inputs)
             if reading is not None:
                 return [self.read(eqn, table, inputs, *reading)]
-        how = f"used by {jaxprs.described(eqn)}"
+        how = f"used by {jaxprs.with_line(eqn)}"
         dtype = _type(eqn.invars[k]).dtype
         if jnp.issubdtype(dtype, jnp.integer):
             # Indexing by an array first compares it with 0.
             kind = "as indices, " if name == Op.LESS else ""
-            how = f"used {kind}cast to {dtype}, by {jaxprs.described(eqn)}"
+            how = f"used {kind}cast to {dtype}, by {jaxprs.with_line(eqn)}"
         table.refuse(how)
 
     def checkpoint(self, eqn: JaxprEqn, inputs: list[Any]) -> list[Any]:

@@ -114,7 +114,7 @@ class Missing(NamedTuple):
     @property
     def reason(self) -> str:
         """The reason, and the operation."""
-        return f"{self.why}, by {jaxprs.described(self.by)}" if self.by else self.why
+        return f"{self.why}, by {jaxprs.with_line(self.by)}" if self.by else self.why
 
     def used(self, eqn: JaxprEqn) -> Missing:
         """The result of an operation that needs it."""
@@ -411,7 +411,7 @@ class Evaluator:
         return self.made[x, None]
 
     def _mixes(self, eqn: JaxprEqn | None = None) -> NoReturn:
-        how = "in its results" if eqn is None else f"by {jaxprs.described(eqn)}"
+        how = "in its results" if eqn is None else f"by {jaxprs.with_line(eqn)}"
         raise MixedSlicesError(f"its update may mix {self.policy.slice}s, {how}")
 
     def _path(self, eqn: JaxprEqn) -> EquationPath:

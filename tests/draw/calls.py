@@ -168,7 +168,7 @@ def pushed(c):
 
 
 def local(c):
-    """Of which all steps see the same keywords."""
+    """All its steps see the same keywords."""
 
     def each(x):
         is_array = isinstance(x, float | np.generic | np.ndarray | jax.Array)

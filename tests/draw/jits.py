@@ -20,7 +20,7 @@ import gradxform as gx
 from tests.draw.operations import Draw
 
 ROWS, WIDTH, LAYERS = 16, 8, 3
-# What the jit that says where rows lie goes around.
+# The jit says where rows lie, and goes around one of these.
 PLACED = {
     "the batch": "x = jax.jit(lambda x: x, out_shardings=rows)(x)\n",
     "a function of the batch": "x = jax.jit(jnp.sin, in_shardings=rows)(x)\n",

@@ -57,6 +57,17 @@ def turns(step, x, cache):
     return (x, sums), cache
 
 
+def until(goes_on, w, cache, x):
+    """A loop over tokens that ends by itself; the results have their number."""
+
+    def step(carry):
+        x, cache, i = carry
+        return *token(w, x, cache, i), i + 1
+
+    x, cache, i = jax.lax.while_loop(goes_on, step, (x, cache, 0))
+    return (x, i), cache
+
+
 @program
 def each_token(w, cache, x):
     return turns(lambda x, cache, i: token(w, x, cache, i), x, cache)
@@ -68,12 +79,7 @@ def until_a_token(w, cache, x):
         _, cache, i = carry
         return (i < TOKENS) & (jnp.abs(cache["v"]).sum() < 30)
 
-    def step(carry):
-        x, cache, i = carry
-        return *token(w, x, cache, i), i + 1
-
-    x, cache, i = jax.lax.while_loop(goes_on, step, (x, cache, 0))
-    return (x, i), cache
+    return until(goes_on, w, cache, x)
 
 
 @program
@@ -174,12 +180,7 @@ def until_its_own_end(w, cache, x):
         x, _, i = carry
         return (i < TOKENS) & (x[0] < 0.3)
 
-    def step(carry):
-        x, cache, i = carry
-        return *token(w, x, cache, i), i + 1
-
-    x, cache, i = jax.lax.while_loop(goes_on, step, (x, cache, 0))
-    return (x, i), cache
+    return until(goes_on, w, cache, x)
 
 
 @program
