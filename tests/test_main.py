@@ -677,14 +677,14 @@ def test_a_folder_that_nobody_may_write_is_refused_at_once(
 
 @pytest.mark.slow
 def test_a_full_disk_costs_no_results_and_few_lines(tmp_path):
-    """A limit for the size of files stands for the disk."""
+    """A limit for the size of files stands for the disk: see `full_disk`."""
     limits = "import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (20_000, 20_000)); "
     limits += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)"
     (tmp_path / "sitecustomize.py").write_text(limits)
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
     options = [*SHORT, "--checkpoint", str(tmp_path / "run")]
-    cache = {"JAX_COMPILATION_CACHE_DIR": ""}
-    done = run(*options, "--checkpoint-every", "1", PYTHONPATH=path, **cache)
+    none = {"JAX_COMPILATION_CACHE_DIR": "", "PYTHONDONTWRITEBYTECODE": "1"}
+    done = run(*options, "--checkpoint-every", "1", PYTHONPATH=path, **none)
     assert done.returncode == 2
     assert done.stdout.splitlines()[-1].startswith("test accuracy 0.")
     *before, last = unexpected(done.stderr)

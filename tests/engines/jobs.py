@@ -1,8 +1,11 @@
 """Small jobs for the tests of engines, and what they ask of runs and of folders."""
 
 import collections
+import contextlib
 import json
 import pathlib
+import resource
+import sys
 import threading
 import time
 
@@ -50,6 +53,23 @@ def ended(engine, job, **options):
 
 def list_all(engine, job, **options):
     return ended(engine, job, **options)[0]
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file grows over so many bytes, which stands for a disk that is full.
+
+    Python then keeps none of what it compiles: Python 3.13.0 keeps the first bytes of a
+    module, and all that import it later fail.
+    """
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "dont_write_bytecode", True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def fails(engine, job, error, match, **options):

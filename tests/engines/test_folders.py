@@ -9,7 +9,6 @@ import logging
 import os
 import pathlib
 import re
-import resource
 import shutil
 import signal
 import socket
@@ -37,6 +36,7 @@ from tests.engines.jobs import (
     bits,
     ended,
     fails,
+    full_disk,
     list_all,
     make_job,
     steps_in,
@@ -970,22 +970,18 @@ def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
     params = {"w": jnp.asarray(np.random.default_rng(0).standard_normal(20_000))}
     job = make_job([worker(of_norm)], 5, optax.sgd(0.01), params=params)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     again = tmp_path / "2.orbax-checkpoint-tmp" / "state.orbax-checkpoint-tmp"
     with (
         caplog.at_level(logging.ERROR, "gradxform"),
         engines.simulated(job, checkpoint=checkpoint) as run,
     ):
         next(run.pushes)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
-        try:
+        with full_disk(8192):
             for _ in range(3):
                 next(run.pushes)
                 settled(tmp_path)
                 # What the threads have made again is gone after the next one.
                 assert len([*tmp_path.glob("*.orbax-checkpoint-tmp*")]) <= 1
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         assert len(told(caplog)) == 3
         again.mkdir(parents=True, exist_ok=True)
         next(run.pushes)

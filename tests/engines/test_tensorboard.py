@@ -6,7 +6,6 @@ Each test scripts the run: it gives pushes and counts by hand.
 import collections
 import json
 import os
-import resource
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from tensorboard.backend.event_processing import (
 import gradxform as gx
 from gradxform._server.records import GlobalStep  # Only a server makes one.
 from gradxform.engines import Counts, Push, TensorBoard, WorkerCounts
+from tests.engines.jobs import full_disk
 
 TAGS = {
     "loss",
@@ -390,16 +390,12 @@ def test_written_events_can_be_read_at_once(tmp_path):
 
 
 def test_a_full_disk_ends_no_run(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     write = TensorBoard(tmp_path, Run(), every_seconds=0)
     write(push(1))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
+    with full_disk(4096):
         for step in range(2, 200):
             write(push(step))
         write._disk.submit(int).result()  # Every write has been tried by now.
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     write(push(200))  # The points between would be missing.
     with pytest.warns(RuntimeWarning, match="curves .* not complete: .*too large"):
         write.close()
