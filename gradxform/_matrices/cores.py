@@ -282,7 +282,7 @@ class TracedUpdate:
             try:
                 self._check(owner, indices, lying)
             except NoCoreError:
-                read = self._read(indices).keys() - self.free
+                read = jaxprs.variables_read(self.equations[n] for n in indices)
                 if not lying.uncut.issuperset(read):
                     raise
                 continue

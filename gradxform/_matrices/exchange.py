@@ -356,7 +356,9 @@ class _Travel:
             else:
                 flag = flags[condition]
                 positions = [self._makes[n][0].kept for n in members]
-                before = [[*columns[self._column[k]]] for k in positions if k is not None]
+                before = [
+                    [*columns[self._column[k]]] for k in positions if k is not None
+                ]
                 rows = jax.lax.cond(
                     jnp.any(flag),
                     functools.partial(or_kept, members, before, flag),

@@ -403,17 +403,13 @@ def _run_group(
     return [x for made in results for x in made]
 
 
-def _flag(
-    group: Group, condition: due.Condition, env: Mapping[Var, Any]
-) -> jax.Array:
+def _flag(group: Group, condition: due.Condition, env: Mapping[Var, Any]) -> jax.Array:
     """Whether a condition holds: one for all cores, or one for each of them."""
     used = {k for path in condition for k, _ in path}
     numbers = [{k: core.reads[k] for k in used} for core in group.cores]
     if all(of == numbers[0] for of in numbers):
         numbers = numbers[:1]
-    found = [
-        due.holds(condition, {k: env[x] for k, x in of.items()}) for of in numbers
-    ]
+    found = [due.holds(condition, {k: env[x] for k, x in of.items()}) for of in numbers]
     return found[0] if len(found) == 1 else jnp.stack(found)
 
 

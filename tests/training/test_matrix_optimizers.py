@@ -73,7 +73,9 @@ def close(actual, expected, tolerance):
 def in_branches(program):
     """The collectives that always run, and those in branches, each with its size."""
     text, found = program.as_text(), ([], [])
-    programs = dict(re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S))
+    programs = dict(
+        re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    )
     (entry,) = re.findall(r"^ENTRY %?([\w.-]+)", text, re.M)
     waiting, seen = [(entry, 0)], set()
     while waiting:
@@ -146,7 +148,7 @@ def test_numbers_are_those_of_one_device(name, layout, axis_type):
     trial = Trial(ALL[name], layout, axis_type)
     actual, program = trial.run()
     close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
-    kinds, moved = collectives(program)
+    _, moved = collectives(program)
     always, seldom = in_branches(program)
     is_there = LAYOUTS[layout][3]
     of_two_cores = "shampoo" in name or name == "one-sided"
