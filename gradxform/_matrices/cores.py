@@ -32,7 +32,14 @@ from gradxform._matrices import due, equality, unplaced
 from gradxform._matrices.axes import Followed, MixedError
 from gradxform._matrices.boundary import NEVER, Graph
 from gradxform._matrices.exchange import Axes
-from gradxform._matrices.owners import Nobody, Owner, Owners, Sets, is_number
+from gradxform._matrices.owners import (
+    Nobody,
+    Owner,
+    Owners,
+    Sets,
+    is_integer,
+    is_number,
+)
 from gradxform._matrices.placements import Names
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
@@ -219,13 +226,14 @@ class TracedUpdate:
 
     @functools.cached_property
     def canonical(self) -> dict[Var, Var]:
-        """For a free variable one that is equal to it."""
+        """For a free variable, or for an integer, one that is equal to it."""
         found: dict[Var, Var] = {}
         known: dict[Hashable, Var] = {}
         for x in self.jaxpr.constvars:
             found[x] = known.setdefault(equality.of_value(self._consts[x]), x)
         for eqn in self.equations:
-            if self.free.issuperset(eqn.outvars):
+            is_free = self.free.issuperset(eqn.outvars)
+            if is_free or (not eqn.effects and all(map(is_integer, eqn.outvars))):
                 key = equality.of_equation(eqn, lambda x: found.get(x, x))
                 for k, x in enumerate(eqn.outvars):
                     found[x] = known.setdefault((key, k), x)
@@ -584,14 +592,16 @@ class _Part:
         self, axes: Mapping[Var, Axes], merged: set[Var], mixing: set[int], count: int
     ) -> tuple[frozenset[int], list[Var]]:
         """The positions of equations inside, and the state that lies there."""
-        graph, none = Graph(), (None,) * count
+        graph, none, after = Graph(), (None,) * count, self._after_matrices()
         made = {x: k for k, eqn in enumerate(self.equations) for x in eqn.outvars}
         state: dict[Var, Hashable] = {}
-        for k in range(len(self.equations)):
+        for k, eqn in enumerate(self.equations):
             if k in mixing:
                 graph.edge(k, graph.outside, NEVER)
             elif k in self._of_matrices:
                 graph.edge(graph.inside, k, NEVER)
+            elif k in after and all(map(is_number, (*eqn.invars, *eqn.outvars))):
+                graph.edge(k, graph.outside, 1)  # A sum begins with the first leaf.
         for x, new in self.new.items():
             of_x = axes.get(x, none)
             may = of_x == axes.get(new, none) and not {x, new} & merged
@@ -606,7 +616,6 @@ class _Part:
             if answer is None:
                 graph.edge(graph.inside, node, NEVER)
         new_of = {new: state[x] for x, new in self.new.items() if x in state}
-        after = self._after_matrices()
         latency = _SHARE * min(1 << 14, nbytes(self.lead) // 4)
         for k in after:
             if jaxprs.name_of(self.equations[k]) in versions.REDUCTIONS:

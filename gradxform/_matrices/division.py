@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
-from gradxform._matrices import nested, unplaced
+from gradxform._matrices import cores, nested, unplaced
 from gradxform._matrices.loops import Loop
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
@@ -147,32 +147,34 @@ def _conditionals(
     index, *operands = inputs
     branches = [_Branch(closed, operands, few) for closed in eqn.params["branches"]]
     groups = groups or [[*range(len(eqn.outvars))]]
-    shared = [branch.shared(groups) for branch in branches]
-    types: list[Any] = [x.aval for found in shared for x in found]
+    known: dict[Any, Any] = {}
 
-    def numbers(n: int) -> list[Any]:
-        made = branches[n].results(shared[n], {})
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
-        start = sum(map(len, shared[:n]))
-        return [*zeros[:start], *made, *zeros[start + len(made) :]]
+    def each(f: Callable[[int], list[Any]]) -> list[Any]:
+        sides = [functools.partial(f, n) for n in range(len(branches))]
+        return list(jax.lax.switch(index, sides))
 
-    def part(n: int, members: Sequence[int], known: dict[Var, Any]) -> list[Any]:
+    for branch in branches:
+        known.update(branch.known())
+    for n, branch in enumerate(branches):
+        for numbers in branch.shared(groups, known):
+
+            def or_zeros(k: int, numbers: list[Var] = numbers, n: int = n) -> list[Any]:
+                types: list[Any] = [x.aval for x in numbers]
+                if k != n:
+                    return [jnp.zeros(t.shape, t.dtype) for t in types]
+                return branches[n].results(numbers, known)
+
+            known.update(zip(numbers, each(or_zeros), strict=True))
+
+    def part(n: int, members: Sequence[int]) -> list[Any]:
         branch = branches[n]
         return branch.results([branch.jaxpr.outvars[k] for k in members], known)
 
-    def each(f: Any, *args: Any) -> list[Any]:
-        sides = [functools.partial(f, n, *args) for n in range(len(branches))]
-        return list(jax.lax.switch(index, sides))
-
-    known: dict[Any, Any] = {}
-    for branch in branches:
-        known |= branch.known()
-    if types:
-        variables = [x for found in shared for x in found]
-        known |= zip(variables, each(numbers), strict=True)
     results: list[Any] = [None] * len(eqn.outvars)
     for members in groups:
-        for k, x in zip(members, each(part, members, known), strict=True):
+        for k, x in zip(
+            members, each(functools.partial(part, members=members)), strict=True
+        ):
             results[k] = x
     return results
 
@@ -209,8 +211,13 @@ class _Branch:
         ]
         return dict(zip(found, self.results(found, {}), strict=True))
 
-    def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
-        """The numbers that parts of several owners read, or one of another owner."""
+    def shared(
+        self, groups: Sequence[Sequence[int]], known: Mapping[Var, Any]
+    ) -> list[list[Var]]:
+        """The numbers that parts of several owners read, or one of another owner.
+
+        Those that need products of matrices come one after another.
+        """
         found: dict[Var, None] = {}
         for eqn, owner in zip(
             jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
@@ -220,19 +227,32 @@ class _Branch:
                 is_made = x not in self.jaxpr.invars
                 if is_number(x) and of not in (owner, Nobody.FREE) and is_made:
                     found[x] = None
-        return [x for x in found if len(groups) > 1]
+        if len(groups) < 2:
+            return []
+        done = {*known}
+        first = [x for x in found if not self._multiplies(x, done)]
+        return [first, *([x] for x in found if x not in first)] if found else []
+
+    def _multiplies(self, x: Var, known: Collection[Var]) -> bool:
+        """Whether products of matrices are needed for a number."""
+        return any(map(cores.is_of_matrices, self._equations([x], known)))
+
+    def _equations(
+        self, wanted: Sequence[Var | Literal], known: Collection[Var]
+    ) -> list[JaxprEqn]:
+        eqns = [
+            eqn
+            for eqn in jaxprs.all_equations(self.jaxpr)
+            if not {*known}.intersection(eqn.outvars)
+        ]
+        return jaxprs.needed(eqns, wanted)
 
     def results(
         self, wanted: Sequence[Var | Literal], known: dict[Var, Any]
     ) -> list[Any]:
         """Some of its variables, if some are known."""
-        eqns = [
-            eqn
-            for eqn in jaxprs.all_equations(self.jaxpr)
-            if not known.keys() & {*eqn.outvars}
-        ]
         env = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | known
         env |= zip(self.jaxpr.invars, self._operands, strict=True)
-        jaxprs.advance(jaxprs.needed(eqns, wanted), env)
+        jaxprs.advance(self._equations(wanted, known), env)
         pairs = zip(wanted, jaxprs.read(env, wanted), strict=True)
         return [jaxprs.as_array(x, of) for of, x in pairs]

@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradxform._jax import jaxprs, versions
 from gradxform._matrices import cores, due, exchange
 from gradxform._matrices.cores import Lying, Matrices, MatrixCore, TracedUpdate
 from gradxform._matrices.exchange import Array, Axes, Batch
+from gradxform._matrices.owners import is_integer
 from gradxform._matrices.placements import Names
 from gradxform._slices.rules import shape_of
 
@@ -241,7 +239,7 @@ def _conditions(
 ) -> tuple[tuple[due.Condition, ...], list[exchange.Core]]:
     """When arrays of equal cores travel, and their layouts with that."""
     eqns, like = core.equations, layouts[0]
-    numbers = {x: k for k, x in enumerate(core.reads) if _is_integer(x)}
+    numbers = {x: k for k, x in enumerate(core.reads) if is_integer(x)}
     if all(due.number_of(eqn, numbers) is None for eqn in eqns):
         return (), [*layouts]
     position = {
@@ -286,16 +284,6 @@ def _lengths(core: MatrixCore, of: Matrices) -> tuple[int, ...]:
     return tuple(
         next(shape_of(x)[axis] for x, axes in pairs if (axis := axes[n]) is not None)
         for n in range(len(of.reads[0]))
-    )
-
-
-def _is_integer(x: Var) -> bool:
-    """Whether it is no measure, but may decide what is computed."""
-    aval: Any = x.aval
-    return not shape_of(x) and not (
-        jnp.issubdtype(aval.dtype, jnp.inexact)
-        or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        or jnp.issubdtype(aval.dtype, jnp.unsignedinteger)
     )
 
 
