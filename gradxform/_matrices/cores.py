@@ -211,6 +211,9 @@ class TracedUpdate:
     def __init__(self, closed: ClosedJaxpr) -> None:
         """Finds to whom its equations belong."""
         self.jaxpr, self.equations = closed.jaxpr, jaxprs.equations(closed.jaxpr)
+        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
+        self.free = self.made_of([*few, *self.jaxpr.constvars])
+        self._merge(closed.consts)
         self.made_by: dict[Var, int] = {}
         self.read_by: dict[Var, list[int]] = {}
         for index, eqn in enumerate(self.equations):
@@ -219,25 +222,21 @@ class TracedUpdate:
                 self.read_by.setdefault(x, []).append(index)
         for x in filter(jaxprs.is_variable, self.jaxpr.outvars):
             self.read_by.setdefault(x, []).append(-1)
-        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
-        self.free = self.made_of([*few, *self.jaxpr.constvars])
         self.owners = Owners(self.jaxpr, self.equations, self.free)
-        self._consts = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
 
-    @functools.cached_property
-    def canonical(self) -> dict[Var, Var]:
-        """For a free variable, or for an integer, one that is equal to it."""
+    def _merge(self, consts: Sequence[Any]) -> None:
+        """Of equal free variables, and of equal integers, equations read one."""
         found: dict[Var, Var] = {}
         known: dict[Hashable, Var] = {}
-        for x in self.jaxpr.constvars:
-            found[x] = known.setdefault(equality.of_value(self._consts[x]), x)
-        for eqn in self.equations:
+        for x, value in zip(self.jaxpr.constvars, consts, strict=True):
+            found[x] = known.setdefault(equality.of_value(value), x)
+        for n, before in enumerate(self.equations):
+            eqn = self.equations[n] = _renamed(before, found)
             is_free = self.free.issuperset(eqn.outvars)
             if is_free or (not eqn.effects and all(map(is_integer, eqn.outvars))):
-                key = equality.of_equation(eqn, lambda x: found.get(x, x))
+                key = equality.of_equation(eqn, lambda x: x)
                 for k, x in enumerate(eqn.outvars):
                     found[x] = known.setdefault((key, k), x)
-        return found
 
     @functools.cached_property
     def of_matrices(self) -> dict[Owner, list[int]]:
@@ -450,8 +449,7 @@ class _Part:
         cls, update: TracedUpdate, owner: Owner, indices: Sequence[int], lying: Lying
     ) -> _Part:
         """The part with these equations."""
-        canonical = update.canonical
-        own = [_renamed(update.equations[n], canonical) for n in indices]
+        own = [update.equations[n] for n in indices]
         pulled = set[int]()
         waiting = jaxprs.variables_read(own)
         while waiting:
@@ -460,10 +458,9 @@ class _Part:
             is_large = math.prod(shape_of(x)) >= FEW
             if n >= 0 and n not in pulled and x in update.free and is_large:
                 pulled.add(n)
-                eqn = _renamed(update.equations[n], canonical)
-                waiting += filter(jaxprs.is_variable, eqn.invars)
+                waiting += filter(jaxprs.is_variable, update.equations[n].invars)
         order = [*sorted(pulled), *indices]
-        eqns = [_renamed(update.equations[n], canonical) for n in sorted(pulled)] + own
+        eqns = [update.equations[n] for n in order]
         position = {n: k for k, n in enumerate(order)}
         made = {x: None for eqn in eqns for x in eqn.outvars}
         read = [x for x in jaxprs.variables_read(eqns) if x not in made]
@@ -547,8 +544,8 @@ class _Part:
         Those that it reads, with its position, and those that it makes.
         """
         made = {x for k in self._own for x in self.equations[k].outvars}
-        numbers = {x: x for x in self.variables if is_number(x) and x not in made}
-        arguments = {x for x in self.variables if x not in made}
+        arguments = [x for x in self.variables if x not in made]
+        numbers = {x: k for k, x in enumerate(arguments) if is_number(x)}
         read: set[tuple[Var, int]] = set()
         kept: set[Var] = set()
         for k in self._own:
@@ -561,9 +558,9 @@ class _Part:
                 changed.append(due.ALWAYS if of.operand is None else of.changed)
                 kept.update([x] if of.operand is not None else ())
             conditions = due.read(eqn, changed, numbers)
-            for x, condition in zip(eqn.invars, conditions, strict=True):
-                if jaxprs.is_variable(x) and condition != due.ALWAYS:
-                    read.add((x, k))
+            for atom, condition in zip(eqn.invars, conditions, strict=True):
+                if jaxprs.is_variable(atom) and condition != due.ALWAYS:
+                    read.add((atom, k))
         return read, kept
 
     def _after_matrices(self) -> set[int]:
@@ -647,6 +644,8 @@ _SHARE = 1 << 12
 
 def _renamed(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
     """The same equation of other variables."""
+    if not jaxprs.among(eqn.invars, names):
+        return eqn
     atoms: list[Var | Literal] = [
         names.get(x, x) if jaxprs.is_variable(x) else x for x in eqn.invars
     ]

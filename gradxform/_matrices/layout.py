@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -202,6 +203,18 @@ class Layout:
         found = self.names.get(x) or self.wanted.get(x)
         return found or ((),) * len(shape_of(x))
 
+    @functools.cached_property
+    def _inside(self) -> set[int]:
+        """The indices of all equations in cores."""
+        return {n for core in self.found for n in core.indices}
+
+    def _is_between(self, x: Var) -> bool:
+        """Whether a core makes it, and cores alone read it."""
+        read_by, made_by = self.update.read_by, self.update.made_by
+        return made_by.get(x) in self._inside and self._inside.issuperset(
+            read_by.get(x, ())
+        )
+
     def _read(
         self, core: MatrixCore, x: Var, axes: Axes, batch: Batch, is_even: bool
     ) -> Array:
@@ -212,7 +225,7 @@ class Layout:
             names = next(filter(None, map(self.names.get, like)), None)
         names = _around(names, x, axes, batch)
         # Numbers that each device computes it computes for its own matrices.
-        is_there = x in self.there or x in self.update.free
+        is_there = x in self.there or x in self.update.free or self._is_between(x)
         if is_even and is_there:
             return Array(axes, _names_there(x, axes, batch), is_there=True)
         return Array(axes, names)
@@ -221,15 +234,13 @@ class Layout:
         self, core: MatrixCore, x: Var, axes: Axes, batch: Batch, is_even: bool
     ) -> Array:
         """Where an array lies that is made."""
-        readers = [n for n in self.update.read_by.get(x, ()) if n not in core.indices]
-        others = {n for other in self.found for n in other.indices}
         is_small = math.prod(shape_of(x)) < cores.FEW * math.prod(batch.sizes)
         names = self.wanted.get(x)
         if names is None:
             like = (y for y in core.reads if shape_of(y) == shape_of(x))
             names = next(filter(None, map(self.names.get, like)), None)
         is_free = names is None and not is_small
-        if is_even and (x in self.there or others.issuperset(readers) or is_free):
+        if is_even and (x in self.there or self._is_between(x) or is_free):
             return Array(axes, _names_there(x, axes, batch), is_there=True)
         return Array(axes, _around(names, x, axes, batch))
 

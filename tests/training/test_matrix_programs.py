@@ -43,6 +43,10 @@ def normed(x):
     return x / (1 + jnp.linalg.norm(x))
 
 
+def scaled(t, by):
+    return jax.tree.map(lambda x: x * by, t)
+
+
 def step(x):
     return 1.5 * x - 0.5 * x @ x.T @ x
 
@@ -102,7 +106,7 @@ LOOPS = {
         t, default=lambda t: each(step, t), cpu=lambda t: each(step, t)
     ),
     "norms of a form for one platform": lambda t: each(
-        lambda x, n=gx.global_norm(t): step(x / n), t
+        step, scaled(t, 1 / gx.global_norm(t))
     ),
 }
 
@@ -132,7 +136,7 @@ def by_custom_jvp(t):
 MIXED = {
     "while": lambda t: with_counter(lambda c: (c[0] < 3) & (total(c[1]) < 9), t),
     "scan": lambda t: lax.fori_loop(
-        0, 3, lambda _, t: each(lambda x, n=total(t): step(x) / n, t), t
+        0, 3, lambda _, t: scaled(each(step, t), 1 / total(t)), t
     ),
     "custom_jvp_call": by_custom_jvp,
 }
@@ -146,14 +150,12 @@ def test_a_loop_that_mixes_parameters_is_refused_by_name(name):
 
 def two_rounds(t):
     made = each(step, each(normed, t))
-    return each(lambda x, n=total(made): step(x / n), made)
+    return each(step, scaled(made, 1 / total(made)))
 
 
 NUMBERS = {
     "always": two_rounds,
-    "in a branch": lambda t: lax.cond(
-        t["a"].ravel()[0] < 9, two_rounds, lambda t: t, t
-    ),
+    "in a branch": lambda t: lax.cond(total(t) < 99, two_rounds, lambda t: t, t),
     "before a branch": lambda t: lax.cond(
         total(each(step, each(normed, t))) < 99,
         lambda t: each(step, t),
