@@ -156,7 +156,7 @@ def _conditionals(
     for branch in branches:
         known.update(branch.known())
     for n, branch in enumerate(branches):
-        for numbers in branch.shared(groups, known):
+        for numbers in branch.shared(groups):
 
             def or_zeros(k: int, numbers: list[Var] = numbers, n: int = n) -> list[Any]:
                 types: list[Any] = [x.aval for x in numbers]
@@ -211,41 +211,46 @@ class _Branch:
         ]
         return dict(zip(found, self.results(found, {}), strict=True))
 
-    def shared(
-        self, groups: Sequence[Sequence[int]], known: Mapping[Var, Any]
-    ) -> list[list[Var]]:
+    def shared(self, groups: Sequence[Sequence[int]]) -> list[list[Var]]:
         """The numbers that parts of several owners read, or one of another owner.
 
         Those that need products of matrices come one after another.
         """
+        if len(groups) < 2:
+            return []
+        makers: dict[Var, JaxprEqn] = {}
+        multiplied: set[Var] = set()
         found: dict[Var, None] = {}
         for eqn, owner in zip(
             jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
         ):
+            if cores.is_of_matrices(eqn) or jaxprs.among(eqn.invars, multiplied):
+                multiplied.update(eqn.outvars)
             for x in filter(jaxprs.is_variable, eqn.invars):
-                of = self._owners.of[x]
-                is_made = x not in self.jaxpr.invars
-                if is_number(x) and of not in (owner, Nobody.FREE) and is_made:
-                    found[x] = None
-        if len(groups) < 2:
-            return []
-        done = {*known}
-        first = [x for x in found if not self._multiplies(x, done)]
-        return [first, *([x] for x in found if x not in first)] if found else []
+                if is_number(x) and self._owners.of[x] not in (owner, Nobody.FREE):
+                    found |= dict.fromkeys(self._of_arrays(x, makers))
+            makers |= dict.fromkeys(eqn.outvars, eqn)
+        first = [x for x in found if x not in multiplied]
+        return [first, *([x] for x in found if x in multiplied)] if found else []
 
-    def _multiplies(self, x: Var, known: Collection[Var]) -> bool:
-        """Whether products of matrices are needed for a number."""
-        return any(map(cores.is_of_matrices, self._equations([x], known)))
+    def _of_arrays(self, x: Var, makers: Mapping[Var, JaxprEqn]) -> list[Var]:
+        """The numbers of arrays of one parameter, of which others make this one.
+
+        A sum of such numbers begins with one of them, and each is computed alike.
+        """
+        if x not in makers:
+            return []
+        read = [*filter(jaxprs.is_variable, makers[x].invars)]
+        if self._owners.of[x] is Nobody.SEVERAL or not all(map(is_number, read)):
+            return [x]
+        return [y for of in read for y in self._of_arrays(of, makers)]
 
     def _equations(
         self, wanted: Sequence[Var | Literal], known: Collection[Var]
     ) -> list[JaxprEqn]:
-        eqns = [
-            eqn
-            for eqn in jaxprs.all_equations(self.jaxpr)
-            if not {*known}.intersection(eqn.outvars)
-        ]
-        return jaxprs.needed(eqns, wanted)
+        eqns = jaxprs.all_equations(self.jaxpr)
+        unknown = [eqn for eqn in eqns if not jaxprs.among(eqn.outvars, known)]
+        return jaxprs.needed(unknown, wanted)
 
     def results(
         self, wanted: Sequence[Var | Literal], known: dict[Var, Any]
