@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 from tests.training.matrix_optimizers import ALL, at_once, soap
 from tests.training.test_whole_matrices import (
     collectives,
@@ -111,9 +112,7 @@ class Trial:
         return jax.device_get(now), program
 
 
-@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "layout", "axis_type"), half(ALL, LAYOUTS, TYPES))
 def test_numbers_are_those_of_one_device(name, layout, axis_type):
     trial = Trial(ALL[name], layout, axis_type)
     actual, program = trial.run()
