@@ -925,6 +925,60 @@ def test_placements_inside_of_a_core_are_left_out(stacked, named, axis_type):
 
 
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+def test_an_update_sees_the_mesh_that_is_set(axis_type):
+    """Also in a branch, and also if it places nothing."""
+    seen, on = [], mesh((8,), axis_type)
+
+    def f(x):
+        seen.append(jax.sharding.get_abstract_mesh().shape)
+        place = constrained(P(), named=False)
+        return jax.lax.cond(
+            x[0, 0] < 9.0, lambda x: newton_schulz(place(x)), lambda x: x, x
+        )
+
+    tx, plain = optax.stateless(lambda g, _: {"w": f(g["w"])}), draw({"w": (M, N)})
+    with jax.set_mesh(on):
+        where = places({"w": ROWS}, on)
+        ours, params = gx.whole_matrices(tx, where), jax.device_put(plain, where)
+        updates, _ = jax.jit(ours.update)(params, ours.init(params), params)
+    assert seen and all(dict(shape) == {"x": 8} for shape in seen)
+    close(jax.device_get(updates["w"]), newton_schulz(plain["w"]))
+
+
+def broken(updates, state, params=None, **extra):
+    raise KeyError("mine")
+
+
+def test_an_error_of_an_update_is_raised_by_init():
+    where = places({"w": ROWS}, mesh((8,)))
+    params = jax.device_put(draw({"w": (M, N)}), where)
+
+    def update(updates, state, params=None):
+        return broken(updates, state, params)
+
+    tx = optax.GradientTransformation(optax.tree.zeros_like, update)
+    with pytest.raises(KeyError, match="mine"):
+        gx.whole_matrices(tx, where).init(params)
+    tx = optax.GradientTransformationExtraArgs(optax.tree.zeros_like, broken)
+    with pytest.warns(RuntimeWarning, match="extra arguments.*KeyError: 'mine'"):
+        state = gx.whole_matrices(tx, where).init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
+    wrong = gx.whole_matrices(muon(0.1), {"v": where["w"]})
+    with pytest.raises(TypeError, match="shardings"):
+        wrong.init(params)
+
+
+def test_init_knows_no_loss():
+    """A line search says that it needs one, so nobody is warned."""
+    where = places({"w": ROWS}, mesh((8,)))
+    params = jax.device_put(draw({"w": (M, N)}), where)
+    search = optax.scale_by_backtracking_linesearch(3)
+    tx = optax.chain(each_matrix(newton_schulz), search)
+    state = gx.whole_matrices(tx, where).init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 def test_twice_is_refused(axis_type):
     where = places(TWO[1], mesh((8,), axis_type))
     with pytest.raises(TypeError, match="inside of another whole_matrices"):
