@@ -51,8 +51,8 @@ _TWICE = (
 )
 _UNTRACED = (
     "whole_matrices: init cannot trace an update with gradients and parameters alone, "
-    "so all arrays of the state lie as their parameters, and travel in each step. If the "
-    "update needs no extra arguments, the first step raises this error, too: {}: {}"
+    "so all arrays of the state lie as their parameters, and travel in each step. If "
+    "the update needs no extra arguments, the first step raises this error, too: {}: {}"
 )
 
 
