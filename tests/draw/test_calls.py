@@ -39,6 +39,7 @@ def test_each_choice_is_drawn_and_runs():
     assert {kind: set(names) for kind, names in TABLES.items()} == ran
 
 
+@pytest.mark.slow
 def test_a_wrong_call_is_a_program_that_one_can_run(monkeypatch):
     """With one flag of each call lost."""
     joined = keywords.joined
