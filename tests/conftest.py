@@ -202,6 +202,7 @@ def cluster():
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(
+            address="local",  # Not a cluster that somebody else has started here.
             num_cpus=8,
             include_dashboard=False,
             log_to_driver=False,
