@@ -31,15 +31,21 @@ def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
 
     An argument of fewer entries than ``few`` belongs to none.
     """
-    if not any(map(_may_tie, jaxprs.all_equations(closed.jaxpr))):
+    eqns = [eqn for eqn in jaxprs.all_equations(closed.jaxpr) if _may_tie(eqn)]
+    if not eqns:
         return closed
     owners = _owners(closed, few)
 
-    def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
-        if not _may_tie(eqn):
-            return None
+    def ties(eqn: JaxprEqn) -> bool:
         large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
-        if len(large - {Nobody.FREE}) < 2:
+        return len(large - {Nobody.FREE}) > 1
+
+    tying = {id(eqn) for eqn in eqns if ties(eqn)}
+    if not tying:
+        return closed
+
+    def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
+        if id(eqn) not in tying:
             return None
         if name == Op.BARRIER:
             return _barriers(eqn, inputs, owners)

@@ -49,9 +49,9 @@ _TWICE = (
     "take one of them away."
 )
 _UNTRACED = (
-    "whole_matrices: init cannot trace an update with gradients and parameters alone, so "
-    "all arrays of the state lie as their parameters, and travel in each step. If the "
-    "update needs no extra arguments, the first step raises this error, too: {}: {}"
+    "whole_matrices: init cannot trace an update with gradients and parameters alone, "
+    "so all arrays of the state lie as their parameters, and travel in each step. If "
+    "the update needs no extra arguments, the first step raises this error: {}: {}"
 )
 
 
