@@ -26,15 +26,16 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
-def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
+def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> ClosedJaxpr:
     """The same program, whose conditionals are each of one parameter.
 
-    An argument of fewer entries than ``few`` belongs to none.
+    An argument of fewer entries than ``few`` belongs to none. ``owners`` are those of
+    the program, if they are known.
     """
     eqns = [eqn for eqn in jaxprs.all_equations(closed.jaxpr) if _may_tie(eqn)]
     if not eqns:
         return closed
-    owners = _owners(closed, few)
+    owners = owners or _owners(closed, few)
 
     def ties(eqn: JaxprEqn) -> bool:
         large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
