@@ -1,9 +1,10 @@
-"""Divides conditionals of several parameters: each parameter gets its part of them.
+"""Divides operations of several parameters: each parameter gets its part of them.
 
 A gate decides for all leaves at once, and so does an optimizer that computes all its
 eigenbases every few steps. Each part has the same predicate, and of each branch the
 equations that its results need. Numbers of several parameters, such as a norm of all
-gradients in a branch, are computed before, if this branch runs.
+gradients in a branch, are computed before, if this branch runs. So is a number of few
+entries that decides in a branch: then all know which arrays travel.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
 from gradxform._matrices import unplaced
+from gradxform._matrices.loops import Loop
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> ClosedJaxpr:
-    """The same program, whose conditionals are each of one parameter.
+    """The same program, whose conditionals and loops are each of one parameter.
 
     An argument of fewer entries than ``few`` belongs to none. ``owners`` are those of
     the program, if they are known.
@@ -37,23 +39,30 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
         return closed
     owners = owners or _owners(closed, few)
 
-    def ties(eqn: JaxprEqn) -> bool:
+    def is_tied(eqn: JaxprEqn) -> bool:
         large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
         return len(large - {Nobody.FREE}) > 1
 
-    tying = {id(eqn) for eqn in eqns if ties(eqn)}
-    if not tying:
+    tied = {id(eqn) for eqn in eqns if is_tied(eqn)}
+    if not tied and not any(map(_decides_inside, eqns)):
         return closed
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
-        if id(eqn) not in tying:
+        is_tied = id(eqn) in tied
+        if eqn.params.get("branches_platforms"):  # The last one is for all platforms.
+            branch = eqn.params["branches"][-1]
+            return _gone_into(branch, inputs[1:], few) if is_tied else None
+        if name == Op.COND and (is_tied or _decides_inside(eqn)):
+            groups = _by_owner(eqn.outvars, owners) if is_tied else None
+            return _conditionals(eqn, inputs, groups, few)
+        if not is_tied:
             return None
         if name == Op.BARRIER:
             return _barriers(eqn, inputs, owners)
-        if eqn.params.get("branches_platforms"):  # It is that of all platforms.
-            branch = eqn.params["branches"][-1]
-            return jaxprs.run(branch.jaxpr, [*branch.consts, *inputs[1:]])
-        return _conditionals(eqn, inputs, owners, few)
+        if name in _LOOPS:
+            return None if eqn.effects else _loops(eqn, inputs, owners, few)
+        inside = jax.make_jaxpr(programs.program(eqn).run)
+        return _gone_into(inside([x.aval for x in eqn.invars]), inputs, few)
 
     def run(*args: jax.Array) -> list[Any]:
         return jaxprs.run(closed.jaxpr, [*closed.consts, *args], rule)
@@ -61,8 +70,26 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     return jax.make_jaxpr(run)(*unplaced.bare_types(closed.jaxpr.invars))
 
 
+_LOOPS = frozenset({Op.SCAN, Op.WHILE})
+
+
 def _may_tie(eqn: JaxprEqn) -> bool:
-    return jaxprs.name_of(eqn) in (Op.COND, Op.BARRIER) and len(eqn.outvars) > 1
+    name = jaxprs.name_of(eqn)
+    is_one = name in _LOOPS | {Op.COND, Op.BARRIER}
+    is_one |= programs.OPERATIONS.get(name) is programs.Runs.ONCE
+    return is_one and (len(eqn.outvars) > 1 or _decides_inside(eqn))
+
+
+def _gone_into(closed: ClosedJaxpr, inputs: Sequence[Any], few: int) -> Sequence[Any]:
+    inside = divided(programs.inlined(closed), few)
+    return jaxprs.run(inside.jaxpr, [*inside.consts, *inputs])
+
+
+def _decides_inside(eqn: JaxprEqn) -> bool:
+    """Whether a conditional has another one in a branch."""
+    if jaxprs.name_of(eqn) != Op.COND:
+        return False
+    return any(jaxprs.anywhere(x.jaxpr, Op.COND) for x in eqn.params["branches"])
 
 
 def _owners(closed: ClosedJaxpr, few: int) -> Owners:
@@ -94,13 +121,34 @@ def _barriers(eqn: JaxprEqn, inputs: list[Any], owners: Owners) -> list[Any]:
     return results
 
 
-def _conditionals(
+def _loops(
     eqn: JaxprEqn, inputs: list[Any], owners: Owners, few: int
+) -> list[Any] | None:
+    """The results of a loop, by one for each owner; None if it has several."""
+    name = "jaxpr" if jaxprs.name_of(eqn) == Op.SCAN else "body_jaxpr"
+    body = divided(programs.inlined(eqn.params[name]), few)
+    loop, groups = Loop(eqn, inputs, body), dict[Owner, list[int]]()
+    for k, x in enumerate(eqn.outvars):
+        operands = filter(lambda y: not is_number(y), loop.operands([k]))
+        of = {owners.of[y] for y in (*operands, *([] if is_number(x) else [x]))}
+        of.discard(Nobody.FREE)
+        if len(of) > 1:
+            return None
+        groups.setdefault(of.pop() if of else Nobody.FREE, []).append(k)
+    results: list[Any] = [None] * len(eqn.outvars)
+    for members in groups.values():
+        for k, x in zip(members, loop.results(members), strict=True):
+            results[k] = x
+    return results
+
+
+def _conditionals(
+    eqn: JaxprEqn, inputs: list[Any], groups: list[list[int]] | None, few: int
 ) -> list[Any]:
-    """The results of a conditional, by one for each owner of some of them."""
+    """The results of a conditional, by one for each group of some of them."""
     index, *operands = inputs
     branches = [_Branch(closed, operands, few) for closed in eqn.params["branches"]]
-    groups = _by_owner(eqn.outvars, owners)
+    groups = groups or [[*range(len(eqn.outvars))]]
     shared = [branch.shared(groups) for branch in branches]
     types: list[Any] = [x.aval for found in shared for x in found]
 
@@ -118,10 +166,12 @@ def _conditionals(
         sides = [functools.partial(f, n, *args) for n in range(len(branches))]
         return list(jax.lax.switch(index, sides))
 
-    known = dict[Any, Any]()
+    known: dict[Any, Any] = {}
+    for branch in branches:
+        known |= branch.decisions()
     if types:
         variables = [x for found in shared for x in found]
-        known = dict(zip(variables, each(numbers), strict=True))
+        known |= zip(variables, each(numbers), strict=True)
     results: list[Any] = [None] * len(eqn.outvars)
     for members in groups:
         for k, x in zip(members, each(part, members, known), strict=True):
@@ -136,6 +186,16 @@ class _Branch:
         closed = divided(programs.inlined(closed), few)
         self.jaxpr, self._consts, self._operands = closed.jaxpr, closed.consts, operands
         self._owners = _owners(closed, few)
+
+    def decisions(self) -> dict[Var, Any]:
+        """Numbers of few entries that choose the branch of a conditional inside."""
+        numbers = [
+            x
+            for eqn in jaxprs.all_equations(self.jaxpr)
+            if jaxprs.name_of(eqn) == Op.COND and jaxprs.is_variable(x := eqn.invars[0])
+            if self._owners.of[x] is Nobody.FREE and x not in self.jaxpr.invars
+        ]
+        return dict(zip(numbers, self.results(numbers, {}), strict=True))
 
     def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
         """The numbers that parts of several owners read, or one of another owner."""

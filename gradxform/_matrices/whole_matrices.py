@@ -15,13 +15,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh as meshes
 from gradxform._jax import compilers, jaxprs, versions
-from gradxform._matrices import cores, division, exchange, placements, unplaced
+from gradxform._matrices import cores, division, due, exchange, placements, unplaced
 from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
@@ -417,10 +418,20 @@ def _run_group(
     arrays, _ = compilers.barrier((arrays, last))
     layouts = tuple(group.layouts)
     f = exchange.on_whole(group.matrices.results, layouts, group.names, mesh)
-    results = f(arrays, same)
+    results = f(arrays, same, [_flag(group, x, env) for x in group.conditions])
     for core, made in zip(group.cores, results, strict=True):
         env.update(zip(core.makes, made, strict=True))
     return [x for made in results for x in made]
+
+
+def _flag(group: Group, condition: due.Condition, env: Mapping[Var, Any]) -> jax.Array:
+    """Whether a condition holds: one for all cores, or one for each of them."""
+    used = {k for path in condition for k, _ in path}
+    numbers = [{k: core.reads[k] for k in used} for core in group.cores]
+    if all(of == numbers[0] for of in numbers):
+        numbers = numbers[:1]
+    found = [due.holds(condition, {k: env[x] for k, x in of.items()}) for of in numbers]
+    return found[0] if len(found) == 1 else jnp.stack(found)
 
 
 @contextlib.contextmanager

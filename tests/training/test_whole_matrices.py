@@ -420,6 +420,25 @@ def test_programs_with_other_constants_are_others(name):
         close(jax.device_get(update(*args)[0]), expected)
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rule_for_no_derivative(raises):
+    """It closes over a table, by which JAX takes none; or it raises an error."""
+
+    def back(_, t):
+        return (1 / 0,) if raises else (t,)
+
+    table = np.array([[1.5, -0.5]], np.float32)
+
+    @jax.custom_vjp
+    def f(x):
+        a, b = jnp.take(table, 0, axis=0)
+        return a * x + b * x @ x.T @ x
+
+    f.defvjp(lambda x: (f(x), None), back)
+    tx = optax.stateless(lambda g, _: jax.tree.map(jax.vmap(f), g))
+    check(tx, {"w": (8, 16, 16)}, {"w": P(None, "x")}, moved=2 / 8, groups=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [newton_schulz, by_svd, with_other_coefficients])
 def test_vmapped_matrices_of_ones_own(f):
