@@ -28,20 +28,27 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
-def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
+def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> ClosedJaxpr:
     """The same program, whose conditionals and loops are each of one parameter.
 
-    An argument of fewer entries than ``few`` belongs to none.
+    An argument of fewer entries than ``few`` belongs to none. ``owners`` are those of
+    the program, if they are known.
     """
-    if not any(map(_may_tie, jaxprs.all_equations(closed.jaxpr))):
+    eqns = [eqn for eqn in jaxprs.all_equations(closed.jaxpr) if _may_tie(eqn)]
+    if not eqns:
         return closed
-    owners = _owners(closed, few)
+    owners = owners or _owners(closed, few)
+
+    def is_tied(eqn: JaxprEqn) -> bool:
+        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
+        return len(large - {Nobody.FREE}) > 1
+
+    tied = {id(eqn) for eqn in eqns if is_tied(eqn)}
+    if not tied and not any(map(_decides_inside, eqns)):
+        return closed
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
-        if not _may_tie(eqn):
-            return None
-        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
-        is_tied = len(large - {Nobody.FREE}) > 1
+        is_tied = id(eqn) in tied
         if eqn.params.get("branches_platforms"):  # The last one is for all platforms.
             branch = eqn.params["branches"][-1]
             return _gone_into(branch, inputs[1:], few) if is_tied else None
