@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.conftest import half
-from tests.training.matrix_optimizers import ALL, at_once, soap
+from tests.training.matrix_optimizers import ALL, at_once, dion, soap
 from tests.training.test_whole_matrices import (
     COLLECTIVE,
     collectives,
@@ -212,6 +212,31 @@ def test_a_state_that_lies_as_its_parameters(name, axis_type):
     )
     actual, _ = trial.run()
     close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
+
+
+def test_equal_leaves_are_one_program(monkeypatch):
+    """Of 48 leaves as many programs are traced and divided as of 2."""
+    where = NamedSharding(mesh((8,)), P("x"))
+    make_jaxpr, counts = jax.make_jaxpr, []
+
+    def counting(*args, **kwargs):
+        counts[-1] += 1
+        return make_jaxpr(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "make_jaxpr", counting)
+    for number in (2, 48):
+        inner, calls = dion(), []
+
+        def update(*args, inner=inner, calls=calls):
+            calls.append(args)
+            return inner.update(*args)
+
+        tx = gx.whole_matrices(optax.GradientTransformation(inner.init, update), where)
+        like = dict.fromkeys(range(number), jax.ShapeDtypeStruct((M, N), jnp.float32))
+        counts.append(0)
+        jax.eval_shape(tx.update, like, jax.eval_shape(inner.init, like), like)
+        assert len(calls) == 1
+    assert counts[0] == counts[1] > 2
 
 
 def test_one_conditional_for_all_leaves():
