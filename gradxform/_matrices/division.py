@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
-from gradxform._matrices import unplaced
+from gradxform._matrices import nested, unplaced
 from gradxform._matrices.loops import Loop
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
@@ -40,7 +40,9 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     owners = owners or _owners(closed, few)
 
     def is_tied(eqn: JaxprEqn) -> bool:
-        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
+        atoms = [*eqn.outvars, *(eqn.invars if _of_all_platforms(eqn) else ())]
+        variables = filter(jaxprs.is_variable, atoms)
+        large = {owners.of[x] for x in variables if not is_number(x)}
         return len(large - {Nobody.FREE}) > 1
 
     tied = {id(eqn) for eqn in eqns if is_tied(eqn)}
@@ -49,8 +51,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
         is_tied = id(eqn) in tied
-        if eqn.params.get("branches_platforms"):  # The last one is for all platforms.
-            branch = eqn.params["branches"][-1]
+        if branch := _of_all_platforms(eqn):
             return _gone_into(branch, inputs[1:], few) if is_tied else None
         if name == Op.COND and (is_tied or _decides_inside(eqn)):
             groups = _by_owner(eqn.outvars, owners) if is_tied else None
@@ -73,11 +74,18 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 _LOOPS = frozenset({Op.SCAN, Op.WHILE})
 
 
+def _of_all_platforms(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    return nested.of_all_platforms(eqn) if jaxprs.name_of(eqn) == Op.COND else None
+
+
 def _may_tie(eqn: JaxprEqn) -> bool:
     name = jaxprs.name_of(eqn)
-    is_one = name in _LOOPS | {Op.COND, Op.BARRIER}
-    is_one |= programs.OPERATIONS.get(name) is programs.Runs.ONCE
-    return is_one and (len(eqn.outvars) > 1 or _decides_inside(eqn))
+    if name == Op.COND:
+        is_one = len(eqn.outvars) == 1 and _of_all_platforms(eqn) is None
+        return not is_one or _decides_inside(eqn)
+    if name in _LOOPS or programs.OPERATIONS.get(name) is programs.Runs.ONCE:
+        return len(eqn.outvars) > 1
+    return name == Op.BARRIER and len(eqn.outvars) > 1
 
 
 def _gone_into(closed: ClosedJaxpr, inputs: Sequence[Any], few: int) -> Sequence[Any]:
@@ -168,7 +176,7 @@ def _conditionals(
 
     known: dict[Any, Any] = {}
     for branch in branches:
-        known |= branch.decisions()
+        known |= branch.known()
     if types:
         variables = [x for found in shared for x in found]
         known |= zip(variables, each(numbers), strict=True)
@@ -185,17 +193,31 @@ class _Branch:
     def __init__(self, closed: ClosedJaxpr, operands: Sequence[Any], few: int) -> None:
         closed = divided(programs.inlined(closed), few)
         self.jaxpr, self._consts, self._operands = closed.jaxpr, closed.consts, operands
-        self._owners = _owners(closed, few)
+        self._owners, self._few = _owners(closed, few), few
 
-    def decisions(self) -> dict[Var, Any]:
-        """Numbers of few entries that choose the branch of a conditional inside."""
-        numbers = [
-            x
+    def known(self) -> dict[Var, Any]:
+        """Few entries that depend on few alone, and that others read.
+
+        They are computed before. So all devices know which branch of a conditional
+        inside runs, and equal parameters have equal branches, each with its key.
+        """
+        inside = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        pairs = zip(
+            jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
+        )
+        read = jaxprs.variables_read(eqn for eqn, of in pairs if of is not Nobody.FREE)
+        decide = [
+            eqn.invars[0]
             for eqn in jaxprs.all_equations(self.jaxpr)
-            if jaxprs.name_of(eqn) == Op.COND and jaxprs.is_variable(x := eqn.invars[0])
-            if self._owners.of[x] is Nobody.FREE and x not in self.jaxpr.invars
+            if jaxprs.name_of(eqn) == Op.COND
         ]
-        return dict(zip(numbers, self.results(numbers, {}), strict=True))
+        found = [
+            x
+            for x in dict.fromkeys((*read, *filter(jaxprs.is_variable, decide)))
+            if self._owners.of[x] is Nobody.FREE and x not in inside
+            if math.prod(shape_of(x)) < self._few
+        ]
+        return dict(zip(found, self.results(found, {}), strict=True))
 
     def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
         """The numbers that parts of several owners read, or one of another owner."""
