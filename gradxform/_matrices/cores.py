@@ -598,9 +598,9 @@ class _Part:
                 changed.append(due.ALWAYS if of.operand is None else of.changed)
                 kept.update([x] if of.operand is not None else ())
             conditions = due.read(eqn, changed, numbers)
-            for x, condition in zip(eqn.invars, conditions, strict=True):
-                if jaxprs.is_variable(x) and condition != due.ALWAYS:
-                    read.add((x, k))
+            for operand, condition in zip(eqn.invars, conditions, strict=True):
+                if jaxprs.is_variable(operand) and condition != due.ALWAYS:
+                    read.add((operand, k))
         return read, kept
 
     def _after_matrices(self) -> set[int]:
