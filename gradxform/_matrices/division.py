@@ -9,8 +9,9 @@ gradients in a branch, are computed before, if this branch runs.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -31,6 +32,8 @@ def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
 
     An argument of fewer entries than ``few`` belongs to none.
     """
+    from jax.extend import source_info_util
+
     if not any(map(_may_tie, jaxprs.all_equations(closed.jaxpr))):
         return closed
     owners = _owners(closed, few)
@@ -46,7 +49,9 @@ def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
         if eqn.params.get("branches_platforms"):  # It is that of all platforms.
             branch = eqn.params["branches"][-1]
             return jaxprs.run(branch.jaxpr, [*branch.consts, *inputs[1:]])
-        return _conditionals(eqn, inputs, owners, few)
+        # What is refused later is named by the line of the user's conditional.
+        with source_info_util.user_context(eqn.source_info.traceback):
+            return _conditionals(eqn, inputs, owners, few)
 
     def run(*args: jax.Array) -> list[Any]:
         return jaxprs.run(closed.jaxpr, [*closed.consts, *args], rule)
@@ -69,18 +74,18 @@ def _owners(closed: ClosedJaxpr, few: int) -> Owners:
     return Owners(jaxpr, jaxprs.all_equations(jaxpr), free)
 
 
-def _by_owner(variables: Iterable[Var], owners: Owners) -> list[list[int]]:
-    """The positions of variables of each owner; numbers are by themselves."""
+def _by_owner(whose: Iterable[Owner]) -> list[list[int]]:
+    """The positions of each owner."""
     found: dict[Owner, list[int]] = {}
-    for k, x in enumerate(variables):
-        owner = Nobody.SEVERAL if is_number(x) else owners.of[x]
+    for k, owner in enumerate(whose):
         found.setdefault(owner, []).append(k)
     return [*found.values()]
 
 
 def _barriers(eqn: JaxprEqn, inputs: list[Any], owners: Owners) -> list[Any]:
     results: list[Any] = [None] * len(inputs)
-    for members in _by_owner(eqn.outvars, owners):
+    whose = (Nobody.SEVERAL if is_number(x) else owners.of[x] for x in eqn.outvars)
+    for members in _by_owner(whose):
         made = jax.lax.optimization_barrier([inputs[k] for k in members])
         for k, x in zip(members, made, strict=True):
             results[k] = x
@@ -92,8 +97,21 @@ def _conditionals(
 ) -> list[Any]:
     """The results of a conditional, by one for each owner of some of them."""
     index, *operands = inputs
-    branches = [_Branch(closed, operands, few) for closed in eqn.params["branches"]]
-    groups = _by_owner(eqn.outvars, owners)
+    outside = [
+        owners.of[x] if jaxprs.is_variable(x) else Nobody.FREE for x in eqn.invars[1:]
+    ]
+    branches = [
+        _Branch(closed, operands, outside, few) for closed in eqn.params["branches"]
+    ]
+
+    def owner(k: int, x: Var) -> Owner:
+        """A number of one parameter, such as the norm of its factor, is in its part."""
+        if not is_number(x):
+            return owners.of[x]
+        found = set().union(*(branch.read_by(k) for branch in branches))
+        return found.pop() if len(found) == 1 else Nobody.SEVERAL
+
+    groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
     shared = [branch.shared(groups) for branch in branches]
     types: list[Any] = [x.aval for found in shared for x in found]
 
@@ -123,12 +141,43 @@ def _conditionals(
 
 
 class _Branch:
-    """A branch of a conditional, with its operands."""
+    """A branch of a conditional, with its operands and their owners."""
 
-    def __init__(self, closed: ClosedJaxpr, operands: Sequence[Any], few: int) -> None:
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        operands: Sequence[Any],
+        outside: Sequence[Owner],
+        few: int,
+    ) -> None:
         closed = divided(programs.inlined(closed), few)
-        self.jaxpr, self._consts, self._operands = closed.jaxpr, closed.consts, operands
+        self.jaxpr, self._outside = closed.jaxpr, outside
         self._owners = _owners(closed, few)
+        self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
+        self._env |= zip(self.jaxpr.invars, operands, strict=True)
+        # Whichever branch runs: a key of each parameter is then no part of its program.
+        jaxprs.advance([*self._of_few(few)], self._env)
+
+    def _of_few(self, few: int) -> Iterator[JaxprEqn]:
+        """The equations that make few entries, for each result, of few entries."""
+        computed = {x for x in self._env if math.prod(shape_of(x)) < few}
+        limit = few * len(self.jaxpr.outvars)
+        for eqn in jaxprs.all_equations(self.jaxpr):
+            are_few = all(math.prod(shape_of(x)) < limit for x in eqn.outvars)
+            is_simple = not eqn.effects and not [*jaxprs.inside(eqn)]
+            read = filter(jaxprs.is_variable, eqn.invars)
+            if are_few and is_simple and computed.issuperset(read):
+                computed.update(eqn.outvars)
+                yield eqn
+
+    def read_by(self, k: int) -> set[Owner]:
+        """The owners of operands that the equations of a result read."""
+        of, result = self._owners.of, self.jaxpr.outvars[k]
+        mine = of[result] if jaxprs.is_variable(result) else Nobody.FREE
+        if isinstance(mine, Nobody):
+            return set() if mine is Nobody.FREE else {mine}
+        pairs = zip(self.jaxpr.invars, self._outside, strict=True)
+        return {owner for x, owner in pairs if of[x] == mine}
 
     def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
         """The numbers that parts of several owners read, or one of another owner."""
@@ -147,13 +196,12 @@ class _Branch:
         self, wanted: Sequence[Var | Literal], known: dict[Var, Any]
     ) -> list[Any]:
         """Some of its variables, if some are known."""
+        env = self._env | known
         eqns = [
             eqn
             for eqn in jaxprs.all_equations(self.jaxpr)
-            if not known.keys() & {*eqn.outvars}
+            if env.keys().isdisjoint(eqn.outvars)
         ]
-        env = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | known
-        env |= zip(self.jaxpr.invars, self._operands, strict=True)
         jaxprs.advance(jaxprs.needed(eqns, wanted), env)
         pairs = zip(wanted, jaxprs.read(env, wanted), strict=True)
         return [jaxprs.as_array(x, of) for of, x in pairs]

@@ -78,6 +78,7 @@ class Owners:
             if len(set(map(self._sets.find, parts))) == 1:
                 self._sets.join([*parts, *self._large(eqn.outvars, scope)])
         variables = [*jaxpr.invars, *jaxpr.constvars]
+        self._of_arguments = set(map(self._alone, variables))
         self.of: dict[Var, Owner] = {x: self._alone(x) for x in variables}
         self.equations = [self._owner(eqn) for eqn in eqns]
 
@@ -134,6 +135,12 @@ class Owners:
         read.discard(Nobody.FREE)
         large = {self._alone(x) for x in eqn.outvars if not is_number(x)}
         large.discard(Nobody.FREE)
+        others = read - large
+        is_new = large.isdisjoint(self._of_arguments)
+        if len(others) == 1 and is_new and Nobody.SEVERAL not in others:
+            # It is made of numbers of one parameter, such as a norm of each factor.
+            self._sets.join([*others, *large])
+            large = others
         found = large or read or {Nobody.FREE}
         owner = next(iter(found)) if len(found) == 1 else Nobody.SEVERAL
         for x in eqn.outvars:

@@ -18,9 +18,16 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from tests.conftest import pairwise
-from tests.training.matrix_optimizers import kron, root_by_newton, shampoo, soap
+from tests.training.matrix_optimizers import (
+    fitted_at_once,
+    kron,
+    root_by_newton,
+    shampoo,
+    soap,
+)
 from tests.training.test_matrix_optimizers import close
 from tests.training.test_whole_matrices import (
+    collectives,
     draw,
     mesh,
     placed_state,
@@ -342,6 +349,47 @@ def test_nnx_optimizer(optimizer):
     actual = run(gx.whole_matrices, training.params)
     expected = run(lambda tx, _: tx, training.plain)
     close(actual, expected, TOLERANCE[optimizer])
+
+
+LEAVES = dict.fromkeys("acde", (16, 24))
+
+
+@pytest.mark.parametrize("axes", TYPES)
+def test_a_conditional_for_all_leaves_as_packages_have_it(axes):
+    """Equal leaves have equal programs in it: two exchanges are enough for all."""
+    on = mesh((4, 2), TYPES[axes])
+    where = places(dict.fromkeys(LEAVES, P("x", "y")), on)
+    said = where if axes == "automatic" else None
+    tx, ours = fitted_at_once(), gx.whole_matrices(fitted_at_once(), said)
+    plain = jax.device_get(draw(LEAVES))
+    with jax.set_mesh(on):
+        params = jax.device_put(plain, where)
+        state, expected = placed_state(ours, params, tx.init(plain)), tx.init(plain)
+        update = jax.jit(ours.update)
+        kinds, _ = collectives(update.lower(params, state, params).compile())
+        assert kinds["all-to-all"] == 2
+        for seed in range(1, 5):
+            grads = draw(LEAVES, seed)
+            made, state = update(jax.device_put(grads, where), state, params)
+            wanted, expected = tx.update(grads, expected, plain)
+            close(jax.device_get((made, state)), (wanted, expected), 1e-5)
+
+
+def mixed(updates, _):
+    """A conditional whose branch multiplies one leaf by another one."""
+    a, c = updates["a"], updates["c"]
+    a, c = jax.lax.cond(
+        jnp.sum(a) > 0, lambda a, c: (a @ c.T @ a, c), lambda a, c: (a, c), a, c
+    )
+    return updates | {"a": a, "c": c @ c.T @ c}
+
+
+def test_a_refused_conditional_is_named_by_its_own_line():
+    where = places(dict.fromkeys(LEAVES, P("x", "y")), mesh((4, 2)))
+    tx = gx.whole_matrices(optax.stateless(mixed), where)
+    params = jax.device_put(draw(LEAVES), where)
+    with pytest.raises(TypeError, match=r"'cond' \S*test_matrices_in_use\.py:\d+"):
+        jax.jit(tx.update)(params, tx.init(params), params)
 
 
 # The number of devices along each axis of the mesh on which two steps run.
