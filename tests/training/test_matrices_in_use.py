@@ -32,6 +32,7 @@ from tests.training.test_whole_matrices import (
     mesh,
     placed_state,
     places,
+    step_of,
 )
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
@@ -390,6 +391,39 @@ def test_a_refused_conditional_is_named_by_its_own_line():
     params = jax.device_put(draw(LEAVES), where)
     with pytest.raises(TypeError, match=r"'cond' \S*test_matrices_in_use\.py:\d+"):
         jax.jit(tx.update)(params, tx.init(params), params)
+
+
+def test_factors_of_leaves_by_rows_of_all_devices():
+    """Types say where they are: they have no copies, and travel once each way."""
+    names = [f"w{n}" for n in range(8)]
+    on = mesh((4, 2), AxisType.Explicit)
+    where = places(dict.fromkeys(names, P("x", "y")), on)
+    plain = jax.device_get(draw(dict.fromkeys(names, (16, 24))))
+    inner, tx = soap(), gx.whole_matrices(soap())
+    rows = NamedSharding(on, P(("x", "y"), None))
+
+    def by_rows(x):
+        is_factor = x.ndim == 2 and x.shape[0] == x.shape[1]
+        return rows if is_factor else x.sharding
+
+    with jax.set_mesh(on):
+        params = jax.device_put(plain, where)
+        there = jax.tree.map(by_rows, gx.abstract_state(tx, params))
+        state = jax.device_put(inner.init(plain), there)
+        step = jax.jit(step_of(tx), out_shardings=(where, there))
+        kinds, moved = collectives(step.lower(params, state, params).compile())
+        assert kinds == {"all-to-all": 2}
+        size, of_state = (
+            sum(x.size for x in jax.tree.leaves(tree)) for tree in (params, state)
+        )
+        assert moved <= 2 * (size + of_state) / 8
+        alone = jax.jit(step_of(inner))
+        now, expected = (params, state), (plain, inner.init(plain))
+        for seed in range(1, 5):
+            grads = draw(dict.fromkeys(names, (16, 24)), seed)
+            now = step(*now, jax.device_put(grads, where))
+            expected = alone(*expected, grads)
+    close(jax.device_get(now), expected, 3e-4)
 
 
 # The number of devices along each axis of the mesh on which two steps run.
