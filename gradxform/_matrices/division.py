@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
 from gradxform._matrices import unplaced
+from gradxform._matrices.cores import is_of_matrices
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
 
@@ -27,25 +28,27 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
-def divided(closed: ClosedJaxpr, few: int) -> ClosedJaxpr:
+def divided(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> ClosedJaxpr:
     """The same program, whose conditionals are each of one parameter.
 
-    An argument of fewer entries than ``few`` belongs to none.
+    An argument of fewer entries than ``few`` belongs to none. ``whose`` are the owners
+    of arguments, if they are known.
     """
     from jax.extend import source_info_util
 
     if not any(map(_may_tie, jaxprs.all_equations(closed.jaxpr))):
         return closed
-    owners = _owners(closed, few)
+    owners = _owners(closed, few, whose)
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
         if not _may_tie(eqn):
             return None
         large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
-        if len(large - {Nobody.FREE}) < 2:
-            return None
+        is_of_several = len(large - {Nobody.FREE}) > 1
         if name == Op.BARRIER:
-            return _barriers(eqn, inputs, owners)
+            return _barriers(eqn, inputs, owners) if is_of_several else None
+        if not is_of_several and not any(map(_is_stack, eqn.outvars)):
+            return None
         if eqn.params.get("branches_platforms"):  # It is that of all platforms.
             branch = eqn.params["branches"][-1]
             return jaxprs.run(branch.jaxpr, [*branch.consts, *inputs[1:]])
@@ -63,15 +66,25 @@ def _may_tie(eqn: JaxprEqn) -> bool:
     return jaxprs.name_of(eqn) in (Op.COND, Op.BARRIER) and len(eqn.outvars) > 1
 
 
-def _owners(closed: ClosedJaxpr, few: int) -> Owners:
+def _is_stack(x: Var | Literal) -> bool:
+    """Whether it may have several matrices."""
+    return len(shape_of(x)) > 2
+
+
+def _owners(closed: ClosedJaxpr, few: int, whose: Sequence[Owner]) -> Owners:
     jaxpr = closed.jaxpr
+    together = [
+        [jaxpr.invars[k] for k in members]
+        for members in _by_owner(whose)
+        if not isinstance(whose[members[0]], Nobody)
+    ]
     known = [x for x in jaxpr.invars if math.prod(shape_of(x)) < few]
     free = {*known, *jaxpr.constvars}
     for eqn in jaxprs.all_equations(jaxpr):
         read = filter(jaxprs.is_variable, eqn.invars)
         if free.issuperset(read) and not eqn.effects:
             free.update(eqn.outvars)
-    return Owners(jaxpr, jaxprs.all_equations(jaxpr), free)
+    return Owners(jaxpr, jaxprs.all_equations(jaxpr), free, together)
 
 
 def _by_owner(whose: Iterable[Owner]) -> list[list[int]]:
@@ -94,8 +107,11 @@ def _barriers(eqn: JaxprEqn, inputs: list[Any], owners: Owners) -> list[Any]:
 
 def _conditionals(
     eqn: JaxprEqn, inputs: list[Any], owners: Owners, few: int
-) -> list[Any]:
-    """The results of a conditional, by one for each owner of some of them."""
+) -> list[Any] | None:
+    """The results of a conditional, by one for each owner of some of them.
+
+    None if it stays as it is.
+    """
     index, *operands = inputs
     outside = [
         owners.of[x] if jaxprs.is_variable(x) else Nobody.FREE for x in eqn.invars[1:]
@@ -112,30 +128,35 @@ def _conditionals(
         return found.pop() if len(found) == 1 else Nobody.SEVERAL
 
     groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
-    shared = [branch.shared(groups) for branch in branches]
-    types: list[Any] = [x.aval for found in shared for x in found]
-
-    def numbers(n: int) -> list[Any]:
-        made = branches[n].results(shared[n], {})
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
-        start = sum(map(len, shared[:n]))
-        return [*zeros[:start], *made, *zeros[start + len(made) :]]
-
-    def part(n: int, members: Sequence[int], known: dict[Var, Any]) -> list[Any]:
-        branch = branches[n]
-        return branch.results([branch.jaxpr.outvars[k] for k in members], known)
 
     def each(f: Any, *args: Any) -> list[Any]:
         sides = [functools.partial(f, n, *args) for n in range(len(branches))]
         return list(jax.lax.switch(index, sides))
 
-    known = dict[Any, Any]()
-    if types:
-        variables = [x for found in shared for x in found]
-        known = dict(zip(variables, each(numbers), strict=True))
+    def before(wanted: Sequence[Sequence[Var]]) -> dict[Any, Any]:
+        """Variables of the branch that runs; those of the others are zeros."""
+        types: list[Any] = [x.aval for found in wanted for x in found]
+
+        def made(n: int) -> list[Any]:
+            known = branches[n].results(wanted[n], {})
+            zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
+            start = sum(map(len, wanted[:n]))
+            return [*zeros[:start], *known, *zeros[start + len(known) :]]
+
+        variables = [x for found in wanted for x in found]
+        return dict(zip(variables, each(made), strict=True)) if types else {}
+
+    def part(n: int, members: Sequence[int]) -> list[Any]:
+        branch = branches[n]
+        return branch.results([branch.jaxpr.outvars[k] for k in members], known)
+
+    numbers = [branch.numbers(are_several=len(groups) > 1) for branch in branches]
+    known = before(numbers) | before([branch.drawn() for branch in branches])
+    if not known and len(groups) == 1:
+        return None
     results: list[Any] = [None] * len(eqn.outvars)
     for members in groups:
-        for k, x in zip(members, each(part, members, known), strict=True):
+        for k, x in zip(members, each(part, members), strict=True):
             results[k] = x
     return results
 
@@ -150,13 +171,18 @@ class _Branch:
         outside: Sequence[Owner],
         few: int,
     ) -> None:
-        closed = divided(programs.inlined(closed), few)
+        closed = divided(programs.inlined(closed), few, outside)
         self.jaxpr, self._outside = closed.jaxpr, outside
-        self._owners = _owners(closed, few)
+        self._owners = _owners(closed, few, outside)
         self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self._env |= zip(self.jaxpr.invars, operands, strict=True)
         # Whichever branch runs: a key of each parameter is then no part of its program.
         jaxprs.advance([*self._of_few(few)], self._env)
+        self._operands = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        self._after_matrices: set[Var] = set()
+        for eqn in jaxprs.all_equations(self.jaxpr):
+            if is_of_matrices(eqn) or jaxprs.among(eqn.invars, self._after_matrices):
+                self._after_matrices.update(eqn.outvars)
 
     def _of_few(self, few: int) -> Iterator[JaxprEqn]:
         """The equations that make few entries, for each result, of few entries."""
@@ -179,18 +205,42 @@ class _Branch:
         pairs = zip(self.jaxpr.invars, self._outside, strict=True)
         return {owner for x, owner in pairs if of[x] == mine}
 
-    def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
-        """The numbers that parts of several owners read, or one of another owner."""
+    def numbers(self, are_several: bool) -> list[Var]:
+        """The numbers that parts of several owners read, or one of another owner.
+
+        And those of a whole stack, such as its norm: they mix its matrices.
+        """
         found: dict[Var, None] = {}
-        for eqn, owner in zip(
-            jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
-        ):
-            for x in filter(jaxprs.is_variable, eqn.invars):
+        for eqn, owner in self._with_owners():
+            of_stack = any(map(_is_stack, eqn.outvars))
+            for x in filter(is_number, self._made(eqn)):
                 of = self._owners.of[x]
-                is_made = x not in self.jaxpr.invars
-                if is_number(x) and of not in (owner, Nobody.FREE) and is_made:
+                is_shared = are_several and of != owner
+                is_whole = of_stack and x not in self._after_matrices
+                if of is not Nobody.FREE and (is_shared or is_whole):
                     found[x] = None
-        return [x for x in found if len(groups) > 1]
+        return [*found]
+
+    def drawn(self) -> list[Var]:
+        """The random numbers of a whole stack: those of each matrix have no key."""
+        found: dict[Var, None] = {}
+        random: set[Var] = set()
+        for eqn, owner in self._with_owners():
+            read = [x for x in self._made(eqn) if x in random]
+            if owner is not Nobody.FREE:
+                found.update((x, None) for x in read if _is_stack(x))
+            elif read or jaxprs.name_of(eqn) == Op.RANDOM_BITS:
+                random.update(eqn.outvars)
+        return [*found]
+
+    def _with_owners(self) -> Iterator[tuple[JaxprEqn, Owner]]:
+        eqns = jaxprs.all_equations(self.jaxpr)
+        return zip(eqns, self._owners.equations, strict=True)
+
+    def _made(self, eqn: JaxprEqn) -> Iterator[Var]:
+        """The variables of this branch that an equation reads."""
+        read = filter(jaxprs.is_variable, eqn.invars)
+        return (x for x in read if x not in self._operands)
 
     def results(
         self, wanted: Sequence[Var | Literal], known: dict[Var, Any]

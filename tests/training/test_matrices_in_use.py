@@ -355,24 +355,43 @@ def test_nnx_optimizer(optimizer):
 LEAVES = dict.fromkeys("acde", (16, 24))
 
 
+# Shapes, how they are cut, and in how many groups.
+OF_PACKAGES = {
+    "leaves": (LEAVES, dict.fromkeys(LEAVES, P("x", "y")), 1),
+    "a stack": ({"w": (8, 16, 24)}, {"w": P(None, "x", "y")}, 1),
+    "stacks": (
+        {"w": (8, 16, 24), "v": (8, 24, 16)},
+        {"w": P(None, "x", "y"), "v": P(None, "y", "x")},
+        2,
+    ),
+}
+
+
 @pytest.mark.parametrize("axes", TYPES)
-def test_a_conditional_for_all_leaves_as_packages_have_it(axes):
-    """Equal leaves have equal programs in it: two exchanges are enough for all."""
+@pytest.mark.parametrize("layout", OF_PACKAGES)
+def test_a_conditional_for_all_as_packages_have_it(layout, axes):
+    """Equal leaves have equal programs in it. A probe of a stack mixes no layers."""
+    shapes, specs, groups = OF_PACKAGES[layout]
     on = mesh((4, 2), TYPES[axes])
-    where = places(dict.fromkeys(LEAVES, P("x", "y")), on)
+    where = places(specs, on)
     said = where if axes == "automatic" else None
     tx, ours = fitted_at_once(), gx.whole_matrices(fitted_at_once(), said)
-    plain = jax.device_get(draw(LEAVES))
+    plain = jax.device_get(draw(shapes))
     with jax.set_mesh(on):
         params = jax.device_put(plain, where)
         state, expected = placed_state(ours, params, tx.init(plain)), tx.init(plain)
-        update = jax.jit(ours.update)
-        kinds, _ = collectives(update.lower(params, state, params).compile())
-        assert kinds["all-to-all"] == 2
+        here = jax.tree.map(lambda x: x.sharding, (params, state))
+        update = jax.jit(ours.update, out_shardings=here)
+        kinds, moved = collectives(update.lower(params, state, params).compile())
+        assert kinds["all-to-all"] == 2 * groups
+        if layout != "leaves":
+            size = sum(x.size for x in jax.tree.leaves(params))
+            assert moved <= (2 / 8 + 0.01) * size
+        alone = jax.jit(tx.update)
         for seed in range(1, 5):
-            grads = draw(LEAVES, seed)
+            grads = draw(shapes, seed)
             made, state = update(jax.device_put(grads, where), state, params)
-            wanted, expected = tx.update(grads, expected, plain)
+            wanted, expected = alone(grads, expected, plain)
             close(jax.device_get((made, state)), (wanted, expected), 1e-5)
 
 
