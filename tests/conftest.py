@@ -74,17 +74,29 @@ NEWEST_JAX = jax.__version_info__ >= (0, 12)
 
 
 def pytest_collection_finish():
-    """The garbage collector need not look at imports and tests again and again."""
+    """The garbage collector need not look at imports and tests again and again.
+
+    Nor often at what tracing leaves behind: that took a twentieth of the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(100_000, 20, 50)
+
+
+def is_long(item):
+    """Whether a test may take half a minute, or waits for processes."""
+    folder, name = item.path.parts[-2:]
+    return folder in ("engines", "soak") or name == "test_notebooks.py"
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
 def pytest_collection_modifyitems(items):
     """Of a function with many cases the quick part takes one, by the function's name.
 
-    Where JAX is not the newest, tests of figures are skipped.
+    Where JAX is not the newest, tests of figures are skipped. Long tests come first, so
+    that in the end all processes have something to do.
     """
+    items.sort(key=lambda item: not is_long(item))
     functions = collections.defaultdict(list)
     older = pytest.mark.skip(reason="figures are those of the newest JAX")
     for item in items:

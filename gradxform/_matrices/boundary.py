@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TypeAlias
 
 Node: TypeAlias = Hashable
@@ -30,17 +30,23 @@ class Graph:
             left[outside].setdefault(inside, 0)
 
     def value(
-        self, name: Node, maker: Node, readers: list[Node], cost: int, out: int
+        self, name: Node, maker: Node, readers: Mapping[Node, int], out: int
     ) -> None:
         """A value passes once, however many nodes read it on the other side.
 
-        ``out`` is the cost on the way from inside.
+        Of the costs of ``readers`` on the way to inside the largest one counts. ``out``
+        is the cost on the way from inside.
         """
         self.edge(maker, (name, "out"), out)
-        self.edge((name, "in"), maker, cost)
-        for reader in readers:
+        before, below = maker, 0
+        for cost in sorted({*readers.values()}):
+            self.edge((name, cost), maker, cost - below)
+            if below:
+                self.edge((name, cost), before, NEVER)
+            before, below = (name, cost), cost
+        for reader, cost in readers.items():
             self.edge((name, "out"), reader, NEVER)
-            self.edge(reader, (name, "in"), NEVER)
+            self.edge(reader, (name, cost), NEVER)
 
     def cut(self) -> set[Node]:
         """The nodes that are inside: as many as possible, at the least cost."""

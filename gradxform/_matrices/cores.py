@@ -28,7 +28,7 @@ import jax
 
 from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
-from gradxform._matrices import equality, unplaced
+from gradxform._matrices import due, equality, unplaced
 from gradxform._matrices.axes import Followed, MixedError
 from gradxform._matrices.boundary import NEVER, Graph
 from gradxform._matrices.exchange import Axes
@@ -123,7 +123,24 @@ class Matrices:
         if count == 1:
             found = one(*(x if is_same else x[0] for x, is_same in pairs))
             return [x[None] for x in found]
-        return jax.vmap(one, [None if same else 0 for same in are_same])(*arrays)
+        of_all = jax.vmap(one, [None if is_same else 0 for is_same in are_same])
+        conditionals = len(jaxprs.anywhere(self.program.jaxpr, Op.COND))
+        if conditionals:
+            vmapped = jax.make_jaxpr(of_all)(*arrays).jaxpr
+            if len(jaxprs.anywhere(vmapped, Op.COND)) < conditionals:
+                # Predicates differ: under `vmap` each matrix would run all branches.
+                return self._one_by_one(one, pairs)
+        return of_all(*arrays)
+
+    @staticmethod
+    def _one_by_one(
+        one: Callable[..., list[jax.Array]], pairs: Sequence[tuple[jax.Array, bool]]
+    ) -> list[jax.Array]:
+        def of(each: list[jax.Array]) -> list[jax.Array]:
+            given = iter(each)
+            return one(*(x if is_same else next(given) for x, is_same in pairs))
+
+        return jax.lax.map(of, [x for x, is_same in pairs if not is_same])
 
 
 def _there(axes: Axes) -> tuple[int, ...]:
@@ -265,7 +282,7 @@ class TracedUpdate:
             try:
                 self._check(owner, indices, lying)
             except NoCoreError:
-                read = self._read(indices).keys() - self.free
+                read = jaxprs.variables_read(self.equations[n] for n in indices)
                 if not lying.uncut.issuperset(read):
                     raise
                 continue
@@ -516,6 +533,31 @@ class _Part:
     def _of_matrices(self) -> set[int]:
         return {k for k in self._own if is_of_matrices(self.equations[k])}
 
+    def _seldom(self) -> tuple[set[tuple[Var, int]], set[Var]]:
+        """Variables that pass in some branches of a conditional alone.
+
+        Those that it reads, with its position, and those that it makes.
+        """
+        made = {x for k in self._own for x in self.equations[k].outvars}
+        numbers = {x: x for x in self.variables if is_number(x) and x not in made}
+        arguments = {x for x in self.variables if x not in made}
+        read: set[tuple[Var, int]] = set()
+        kept: set[Var] = set()
+        for k in self._own:
+            eqn = self.equations[k]
+            if due.number_of(eqn, numbers) is None:
+                continue
+            changed = list[due.Condition]()
+            for x in eqn.outvars:
+                of = due.kept(x, [eqn], numbers, arguments)
+                changed.append(due.ALWAYS if of.operand is None else of.changed)
+                kept.update([x] if of.operand is not None else ())
+            conditions = due.read(eqn, changed, numbers)
+            for x, condition in zip(eqn.invars, conditions, strict=True):
+                if jaxprs.is_variable(x) and condition != due.ALWAYS:
+                    read.add((x, k))
+        return read, kept
+
     def _after_matrices(self) -> set[int]:
         """The positions of operations on matrices, and of those that need one."""
         after = set(self._of_matrices)
@@ -571,18 +613,20 @@ class _Part:
                 # Of parts it needs a collective of its own.
                 size = sum(map(nbytes, self.equations[k].outvars))
                 graph.edge(graph.inside, k, 2 * _SHARE * size + latency)
+        seldom, kept = self._seldom()
         for x in self.variables:
             maker = state.get(x, made.get(x, graph.outside))
-            readers: list[Hashable] = [
-                graph.outside if k < 0 else k for k in self.readers[x]
-            ]
-            if x in self.new.values():
-                readers.append(new_of.get(x, graph.outside))
             cost = NEVER if x in merged else _SHARE * nbytes(x)
-            out = cost if None not in axes.get(x, none) else NEVER
+            readers: dict[Hashable, int] = {
+                graph.outside if k < 0 else k: cost // (1 + ((x, k) in seldom))
+                for k in self.readers[x]
+            }
+            if x in self.new.values():
+                readers[new_of.get(x, graph.outside)] = cost
+            out = cost // (1 + (x in kept)) if None not in axes.get(x, none) else NEVER
             if maker in range(self.num_free):  # Others compute it, too.
                 out = 0
-            graph.value(x, maker, readers, cost, out)
+            graph.value(x, maker, readers, out)
         cut = graph.cut()
         inside = frozenset(k for k in range(len(self.equations)) if k in cut)
         return inside, [x for x, node in state.items() if node in cut]

@@ -1,9 +1,10 @@
-"""Divides conditionals of several parameters: each parameter gets its part of them.
+"""Divides operations of several parameters: each parameter gets its part of them.
 
 A gate decides for all leaves at once, and so does an optimizer that computes all its
 eigenbases every few steps. Each part has the same predicate, and of each branch the
 equations that its results need. Numbers of several parameters, such as a norm of all
-gradients in a branch, are computed before, if this branch runs.
+gradients in a branch, are computed before, if this branch runs. So is a number of few
+entries that decides in a branch: then all know which arrays travel.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
 from gradxform._matrices import unplaced
 from gradxform._matrices.cores import is_of_matrices
+from gradxform._matrices.loops import Loop
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
 
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def divided(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> ClosedJaxpr:
-    """The same program, whose conditionals are each of one parameter.
+    """The same program, whose conditionals and loops are each of one parameter.
 
     An argument of fewer entries than ``few`` belongs to none. ``whose`` are the owners
     of arguments, if they are known.
@@ -44,17 +46,22 @@ def divided(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> Close
         if not _may_tie(eqn):
             return None
         large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
-        is_of_several = len(large - {Nobody.FREE}) > 1
-        if name == Op.BARRIER:
-            return _barriers(eqn, inputs, owners) if is_of_several else None
-        if not is_of_several and not any(map(_is_stack, eqn.outvars)):
-            return None
-        if eqn.params.get("branches_platforms"):  # It is that of all platforms.
+        is_tied = len(large - {Nobody.FREE}) > 1
+        if eqn.params.get("branches_platforms"):  # The last one is for all platforms.
             branch = eqn.params["branches"][-1]
-            return jaxprs.run(branch.jaxpr, [*branch.consts, *inputs[1:]])
-        # What is refused later is named by the line of the user's conditional.
-        with source_info_util.user_context(eqn.source_info.traceback):
-            return _conditionals(eqn, inputs, owners, few)
+            return _gone_into(branch, inputs[1:], few) if is_tied else None
+        if name == Op.COND and (is_tied or _is_nested_or_stacked(eqn)):
+            # What is refused later is named by the line of the user's conditional.
+            with source_info_util.user_context(eqn.source_info.traceback):
+                return _conditionals(eqn, inputs, owners, few, is_tied)
+        if not is_tied:
+            return None
+        if name == Op.BARRIER:
+            return _barriers(eqn, inputs, owners)
+        if name in _LOOPS:
+            return None if eqn.effects else _loops(eqn, inputs, owners, few)
+        inside = jax.make_jaxpr(programs.program(eqn).run)
+        return _gone_into(inside([x.aval for x in eqn.invars]), inputs, few)
 
     def run(*args: jax.Array) -> list[Any]:
         return jaxprs.run(closed.jaxpr, [*closed.consts, *args], rule)
@@ -62,8 +69,28 @@ def divided(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> Close
     return jax.make_jaxpr(run)(*unplaced.bare_types(closed.jaxpr.invars))
 
 
+_LOOPS = frozenset({Op.SCAN, Op.WHILE})
+
+
 def _may_tie(eqn: JaxprEqn) -> bool:
-    return jaxprs.name_of(eqn) in (Op.COND, Op.BARRIER) and len(eqn.outvars) > 1
+    name = jaxprs.name_of(eqn)
+    is_one = name in _LOOPS | {Op.COND, Op.BARRIER}
+    is_one |= programs.OPERATIONS.get(name) is programs.Runs.ONCE
+    return is_one and (len(eqn.outvars) > 1 or _is_nested_or_stacked(eqn))
+
+
+def _gone_into(closed: ClosedJaxpr, inputs: Sequence[Any], few: int) -> Sequence[Any]:
+    inside = divided(programs.inlined(closed), few)
+    return jaxprs.run(inside.jaxpr, [*inside.consts, *inputs])
+
+
+def _is_nested_or_stacked(eqn: JaxprEqn) -> bool:
+    """Whether a conditional has another one in a branch, or makes a stack."""
+    if jaxprs.name_of(eqn) != Op.COND:
+        return False
+    if any(map(_is_stack, eqn.outvars)):
+        return True
+    return any(jaxprs.anywhere(x.jaxpr, Op.COND) for x in eqn.params["branches"])
 
 
 def _is_stack(x: Var | Literal) -> bool:
@@ -105,8 +132,29 @@ def _barriers(eqn: JaxprEqn, inputs: list[Any], owners: Owners) -> list[Any]:
     return results
 
 
-def _conditionals(
+def _loops(
     eqn: JaxprEqn, inputs: list[Any], owners: Owners, few: int
+) -> list[Any] | None:
+    """The results of a loop, by one for each owner; None if it has several."""
+    name = "jaxpr" if jaxprs.name_of(eqn) == Op.SCAN else "body_jaxpr"
+    body = divided(programs.inlined(eqn.params[name]), few)
+    loop, groups = Loop(eqn, inputs, body), dict[Owner, list[int]]()
+    for k, x in enumerate(eqn.outvars):
+        operands = filter(lambda y: not is_number(y), loop.operands([k]))
+        of = {owners.of[y] for y in (*operands, *([] if is_number(x) else [x]))}
+        of.discard(Nobody.FREE)
+        if len(of) > 1:
+            return None
+        groups.setdefault(of.pop() if of else Nobody.FREE, []).append(k)
+    results: list[Any] = [None] * len(eqn.outvars)
+    for members in groups.values():
+        for k, x in zip(members, loop.results(members), strict=True):
+            results[k] = x
+    return results
+
+
+def _conditionals(
+    eqn: JaxprEqn, inputs: list[Any], owners: Owners, few: int, is_tied: bool
 ) -> list[Any] | None:
     """The results of a conditional, by one for each owner of some of them.
 
@@ -127,7 +175,9 @@ def _conditionals(
         found = set().union(*(branch.read_by(k) for branch in branches))
         return found.pop() if len(found) == 1 else Nobody.SEVERAL
 
-    groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
+    groups = [[*range(len(eqn.outvars))]]
+    if is_tied:
+        groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
 
     def each(f: Any, *args: Any) -> list[Any]:
         sides = [functools.partial(f, n, *args) for n in range(len(branches))]
@@ -152,6 +202,8 @@ def _conditionals(
 
     numbers = [branch.numbers(are_several=len(groups) > 1) for branch in branches]
     known = before(numbers) | before([branch.drawn() for branch in branches])
+    for branch in branches:
+        known |= branch.decisions()
     if not known and len(groups) == 1:
         return None
     results: list[Any] = [None] * len(eqn.outvars)
@@ -204,6 +256,16 @@ class _Branch:
             return set() if mine is Nobody.FREE else {mine}
         pairs = zip(self.jaxpr.invars, self._outside, strict=True)
         return {owner for x, owner in pairs if of[x] == mine}
+
+    def decisions(self) -> dict[Var, Any]:
+        """Numbers of few entries that choose the branch of a conditional inside."""
+        numbers = [
+            x
+            for eqn in jaxprs.all_equations(self.jaxpr)
+            if jaxprs.name_of(eqn) == Op.COND and jaxprs.is_variable(x := eqn.invars[0])
+            if self._owners.of[x] is Nobody.FREE and x not in self._operands
+        ]
+        return dict(zip(numbers, self.results(numbers, {}), strict=True))
 
     def numbers(self, are_several: bool) -> list[Var]:
         """The numbers that parts of several owners read, or one of another owner.

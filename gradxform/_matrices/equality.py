@@ -132,8 +132,7 @@ class _Described(NamedTuple):
         params = {k: x for k, x in eqn.params.items() if k not in _RULES}
         derivative: Hashable = None
         if len(params) < len(eqn.params) and self.with_rules:
-            closed = _derivative(eqn)
-            derivative = _Described(with_rules=False).jaxpr(closed.jaxpr, closed.consts)
+            derivative = _derivative(eqn)
         return settings, derivative, self.param(params)
 
     def param(self, x: Any) -> Hashable:  # Any object may be a parameter.
@@ -151,12 +150,20 @@ class _Described(NamedTuple):
         return (type(x), x) if isinstance(x, Hashable) else _Itself(x)
 
 
-def _derivative(eqn: JaxprEqn) -> ClosedJaxpr:
-    """The results of an equation, and its derivative pulled back."""
+def _derivative(eqn: JaxprEqn) -> Hashable:
+    """A key of the results of an equation, and of its derivative pulled back.
+
+    A rule that has none by some operand is equal to itself alone: ``custom_vjp`` raises
+    for what the function closes over, and a trace does not keep which operands that is.
+    """
 
     def pulled(inputs: list[jax.Array]) -> object:
         results, pull = jax.vjp(lambda *x: versions.bind(eqn, x), *inputs)
         return results, pull(results)
 
-    with jax.disable_jit(False):
-        return jax.make_jaxpr(pulled)([x.aval for x in eqn.invars])
+    try:
+        with jax.disable_jit(False):
+            closed = jax.make_jaxpr(pulled)([x.aval for x in eqn.invars])
+    except Exception:  # A rule of the user may raise any.
+        return tuple(_Itself(x) for k, x in eqn.params.items() if k in _RULES)
+    return _Described(with_rules=False).jaxpr(closed.jaxpr, closed.consts)

@@ -53,11 +53,15 @@ class Array(NamedTuple):
       axes: those of its matrices.
       names: the mesh axes that cut each axis.
       is_there: whether each device has the matrices that it shares, and only those.
+      due: the number of the condition under which it travels; None: always.
+      kept: the position of the array that it is else, for what is made.
     """
 
     axes: Axes
     names: Names
     is_there: bool = False
+    due: int | None = None
+    kept: int | None = None
 
     @property
     def of_matrix(self) -> Names:
@@ -101,7 +105,7 @@ class Shares:
 
     def __init__(self, names: Sequence[str], mesh: Mapping[str, int]) -> None:
         """Among all devices along these mesh axes."""
-        self._names, self._mesh = tuple(names), mesh
+        self.names, self._mesh = tuple(names), mesh
         self._sizes = tuple(mesh[name] for name in names)
         self.count = math.prod(self._sizes)
 
@@ -115,12 +119,12 @@ class Shares:
           names: the mesh axes that cut each axis of these matrices.
         """
         cutting = [{n for each in of for n in each} for of in names]
-        used = [n for n in self._names if any(n in of for of in cutting)]
+        used = [n for n in self.names if any(n in of for of in cutting)]
         sent, away = list[jax.Array](), list[int]()
         found: dict[int, jax.Array] = {}
         for k, (part, of) in enumerate(zip(parts, cutting, strict=True)):
             x = part.reshape(*self._sizes, *part.shape[1:])
-            for axis, name in reversed([*enumerate(self._names)]):
+            for axis, name in reversed([*enumerate(self.names)]):
                 if name not in used or not of:  # Devices have the same arrays.
                     x = _at(x, name, axis)
             if not of:
@@ -186,14 +190,14 @@ class Shares:
             shape = x.shape[len(factors) :]
             order = [n for each in of for n in each]
             x = x.reshape(*(self._mesh[n] for n in order), *shape)
-            inside = [n for n in self._names if n in order]
+            inside = [n for n in self.names if n in order]
             axes = [order.index(n) for n in inside]
             x = x.transpose(*axes, *range(len(axes), x.ndim))
-            others = [k for k, n in enumerate(self._names) if n not in order]
+            others = [k for k, n in enumerate(self.names) if n not in order]
             x = jnp.broadcast_to(jnp.expand_dims(x, others), (*self._sizes, *shape))
             sent.append(x.reshape(-1, *shape))
             shapes.append(shape)
-        received = self._exchanged(sent, self._names)
+        received = self._exchanged(sent, self.names)
         pairs = zip(received, shapes, strict=True)
         return [x.reshape(self.count, *shape) for x, shape in pairs]
 
@@ -249,43 +253,131 @@ def on_whole(
         for core in cores
     ]
     ends = [[placements.spec_of(x.names) for x in core.makes] for core in cores]
-    there = [[x for x in core.reads if x is not None] for core in cores]
+    are_same = [x is None for x in cores[0].reads]
 
     def local(
-        arrays: Sequence[Sequence[jax.Array]], same: Sequence[jax.Array]
+        arrays: Sequence[Sequence[jax.Array]],
+        same: Sequence[jax.Array],
+        flags: Sequence[jax.Array],
     ) -> list[list[jax.Array]]:
-        shares, pack = Shares(names, mesh.shape), _Pack(cores, names, mesh.shape)
-        columns = list[jax.Array]()
-        away = dict[int, Names]()
-        for n, column in enumerate(zip(*there, strict=True)):
-            columns.append(pack.packed([x[n] for x in arrays], column))
-            if not column[0].is_there:
-                away[n] = column[0].of_matrix
-        found = shares.gathered([columns[n] for n in away], [*away.values()])
-        for n, x in zip(away, found, strict=True):
-            columns[n] = x
-        given, constants = iter(columns), iter(same)
-        are_same = [x is None for x in cores[0].reads]
+        travel = _Travel(cores, Shares(names, mesh.shape), mesh.shape)
+        columns = [*zip(*arrays, strict=True)]
+        given, constants = iter(travel.there(columns, flags)), iter(same)
         made = f(are_same, [next(constants if x else given) for x in are_same])
-        away = {n: x.of_matrix for n, x in enumerate(cores[0].makes) if not x.is_there}
-        back = shares.given_back([made[n] for n in away], [*away.values()])
-        for n, x in zip(away, back, strict=True):
-            made[n] = x
-        rows = [
-            pack.unpacked(x, [core.makes[n] for core in cores])
-            for n, x in enumerate(made)
-        ]
+        rows = travel.back(made, columns, flags)
         return [list(each) for each in zip(*rows, strict=True)]
 
     return jax.jit(
         jax.shard_map(
             local,
             mesh=mesh,
-            in_specs=(specs, PartitionSpec()),
+            in_specs=(specs, PartitionSpec(), PartitionSpec()),
             out_specs=ends,
             check_vma=False,
         )
     )
+
+
+class _Travel:
+    """What travels to the devices of matrices, and back; some of it if a flag says so.
+
+    All devices have the same flags, so all take part in an exchange, or none.
+    """
+
+    def __init__(
+        self, cores: Sequence[Core], shares: Shares, mesh: Mapping[str, int]
+    ) -> None:
+        self._shares, self._pack = shares, _Pack(cores, shares.names, mesh)
+        reads = ([x for x in core.reads if x is not None] for core in cores)
+        self._reads = [*zip(*reads, strict=True)]
+        self._makes = [*zip(*(core.makes for core in cores), strict=True)]
+        given = (k for k, x in enumerate(cores[0].reads) if x is not None)
+        self._column = {k: n for n, k in enumerate(given)}
+
+    def there(
+        self, columns: Sequence[Sequence[jax.Array]], flags: Sequence[jax.Array]
+    ) -> list[jax.Array]:
+        """(matrices, ...) of each array; zeros for what does not travel."""
+
+        def gathered(members: Sequence[int]) -> list[jax.Array]:
+            packed = [self._pack.packed(columns[n], self._reads[n]) for n in members]
+            kinds = [self._reads[n][0] for n in members]
+            away = [k for k, kind in enumerate(kinds) if not kind.is_there]
+            of = [kinds[k].of_matrix for k in away]
+            found = self._shares.gathered([packed[k] for k in away], of)
+            for k, x in zip(away, found, strict=True):
+                packed[k] = x
+            return packed
+
+        found = dict[int, jax.Array]()
+        for condition, members in _by_condition(self._reads).items():
+            fetch = functools.partial(gathered, members)
+            if condition is None:
+                made = fetch()
+            else:
+                zeros = functools.partial(_zeros_like, jax.eval_shape(fetch))
+                made = jax.lax.cond(jnp.any(flags[condition]), fetch, zeros)
+            found.update(zip(members, made, strict=True))
+        return [found[n] for n in range(len(columns))]
+
+    def back(
+        self,
+        made: Sequence[jax.Array],
+        columns: Sequence[Sequence[jax.Array]],
+        flags: Sequence[jax.Array],
+    ) -> list[list[jax.Array]]:
+        """The arrays of each parameter; those that were there, for what stays."""
+
+        def given_back(members: Sequence[int]) -> list[list[jax.Array]]:
+            kinds = [self._makes[n] for n in members]
+            away = [k for k, (kind, *_) in enumerate(kinds) if not kind.is_there]
+            found = [made[n] for n in members]
+            of = [kinds[k][0].of_matrix for k in away]
+            sent = self._shares.given_back([found[k] for k in away], of)
+            for k, x in zip(away, sent, strict=True):
+                found[k] = x
+            return list(map(self._pack.unpacked, found, kinds))
+
+        def or_kept(
+            members: Sequence[int], before: list[list[jax.Array]], flag: jax.Array
+        ) -> list[list[jax.Array]]:
+            new = given_back(members)
+            if not flag.ndim:
+                return new
+            return jax.tree.map(
+                lambda x, y, k: jnp.where(flag[k], x, y),
+                *(new, before, [[*range(len(flag))]] * len(members)),
+            )
+
+        found = dict[int, list[jax.Array]]()
+        for condition, members in _by_condition(self._makes).items():
+            if condition is None:
+                rows = given_back(members)
+            else:
+                flag = flags[condition]
+                positions = [self._makes[n][0].kept for n in members]
+                before = [
+                    [*columns[self._column[k]]] for k in positions if k is not None
+                ]
+                rows = jax.lax.cond(
+                    jnp.any(flag),
+                    functools.partial(or_kept, members, before, flag),
+                    lambda before=before: before,
+                )
+            found.update(zip(members, rows, strict=True))
+        return [found[n] for n in range(len(made))]
+
+
+def _by_condition(kinds: Sequence[Sequence[Array]]) -> dict[int | None, list[int]]:
+    """The positions of arrays that travel under the same condition."""
+    found: dict[int | None, list[int]] = {}
+    for n, (kind, *_) in enumerate(kinds):
+        found.setdefault(kind.due, []).append(n)
+    return found
+
+
+def _zeros_like(types: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+    return [jnp.zeros(t.shape, t.dtype) for t in types]
 
 
 class _Pack:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, versions
-from gradxform._matrices import cores, exchange
+from gradxform._matrices import cores, due, exchange
 from gradxform._matrices.cores import Lying, Matrices, MatrixCore, TracedUpdate
 from gradxform._matrices.exchange import Array, Axes, Batch
 from gradxform._matrices.placements import Names
@@ -29,12 +29,15 @@ class Group(NamedTuple):
       cores: they.
       layouts: where their arrays lie.
       names: the mesh axes along which devices share the matrices.
+      conditions: when arrays travel that are not always needed. Their numbers are
+        positions of what a core reads.
     """
 
     matrices: Matrices
     cores: list[MatrixCore]
     layouts: list[exchange.Core]
     names: tuple[str, ...]
+    conditions: tuple[due.Condition, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +125,9 @@ class Layout:
                 programs[key] = cores.matrices(core)
             of = programs[key]
             base = self._base(core, of)
-            numbers = (x for x in core.reads if not core.is_array(x) and _is_integer(x))
             arrays = (x for x in core.reads if core.is_array(x))
             alike = (
-                *(core.level, of, base, *numbers),
+                *(core.level, of, base),
                 *(self.names.get(x) for x in arrays),
                 *(self.wanted.get(x) for x in core.makes),
                 *(x in self.there for x in (*core.reads, *core.makes)),
@@ -178,8 +180,7 @@ class Layout:
         batches = [exchange.shares(n, base, names, sizes) for n in lengths]
         is_even = all(batch.shared is not None for batch in batches)
         same = [
-            not first.is_array(x)
-            and (len({core.reads[k] for core in found}) == 1 or _is_integer(x))
+            not first.is_array(x) and len({core.reads[k] for core in found}) == 1
             for k, x in enumerate(first.reads)
         ]
         layouts = []
@@ -196,7 +197,8 @@ class Layout:
                     tuple(self._made(core, *pair, batch, is_even) for pair in makes),
                 )
             )
-        return Group(of, found, layouts, tuple(names))
+        conditions, layouts = _conditions(first, layouts)
+        return Group(of, found, layouts, tuple(names), conditions)
 
     def _names(self, x: Var) -> Names:
         found = self.names.get(x) or self.wanted.get(x)
@@ -232,6 +234,50 @@ class Layout:
         if is_even and (x in self.there or others.issuperset(readers) or is_free):
             return Array(axes, _names_there(x, axes, batch), is_there=True)
         return Array(axes, _around(names, x, axes, batch))
+
+
+def _conditions(
+    core: MatrixCore, layouts: Sequence[exchange.Core]
+) -> tuple[tuple[due.Condition, ...], list[exchange.Core]]:
+    """When arrays of equal cores travel, and their layouts with that."""
+    eqns, like = core.equations, layouts[0]
+    numbers = {x: k for k, x in enumerate(core.reads) if _is_integer(x)}
+    if all(due.number_of(eqn, numbers) is None for eqn in eqns):
+        return (), [*layouts]
+    position = {
+        x: k
+        for k, (x, of) in enumerate(zip(core.reads, like.reads, strict=True))
+        if of is not None and not of.is_there
+    }
+    wanted = dict.fromkeys(core.makes, due.ALWAYS)
+    operands: dict[Var, int] = {}
+    for x, of in zip(core.makes, like.makes, strict=True):
+        kept = due.kept(x, eqns, numbers, position)
+        if kept.operand is not None and like.reads[position[kept.operand]] == of:
+            wanted[x], operands[x] = kept.changed, position[kept.operand]
+    needed = due.needed(eqns, wanted, numbers)
+    found = [c for x in position if (c := needed.get(x, due.NEVER)) != due.ALWAYS]
+    found += [wanted[x] for x in operands]
+    conditions = [*dict.fromkeys(found)]
+
+    def of_read(x: Var, of: Array | None) -> Array | None:
+        condition = needed.get(x, due.NEVER)
+        if of is None or x not in position or condition == due.ALWAYS:
+            return of
+        return of._replace(due=conditions.index(condition))
+
+    def of_made(x: Var, of: Array) -> Array:
+        if x not in operands:
+            return of
+        return of._replace(due=conditions.index(wanted[x]), kept=operands[x])
+
+    return tuple(conditions), [
+        layout._replace(
+            reads=tuple(map(of_read, core.reads, layout.reads)),
+            makes=tuple(map(of_made, core.makes, layout.makes)),
+        )
+        for layout in layouts
+    ]
 
 
 def _lengths(core: MatrixCore, of: Matrices) -> tuple[int, ...]:

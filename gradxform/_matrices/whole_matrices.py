@@ -10,21 +10,24 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh as meshes
-from gradxform._jax import compilers, jaxprs, programs, versions
-from gradxform._matrices import cores, division, exchange, placements, unplaced
+from gradxform._jax import compilers, jaxprs, versions
+from gradxform._matrices import cores, division, due, exchange, placements, unplaced
 from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
-from gradxform._trees.extra_args import with_any_extra_args
+from gradxform._trees import states
+from gradxform._trees.extra_args import with_any_extra_args, words_of
 from gradxform._trees.types import Path, Prefix
 
 if TYPE_CHECKING:
@@ -46,6 +49,17 @@ _TWICE = (
     "whole_matrices is inside of another whole_matrices, which does the same already: "
     "take one of them away."
 )
+_UNTRACED = (
+    "whole_matrices: init cannot trace an update with gradients and parameters alone, "
+    "so all arrays of the state lie as their parameters, and travel in each step. If "
+    "the update needs no extra arguments, the first step raises this error, too: {}: {}"
+)
+
+
+class _TwiceError(TypeError):
+    """One is inside of another one."""
+
+
 # Whether an update is traced that is already inside of one.
 _is_inside = contextvars.ContextVar("is_inside", default=False)
 
@@ -145,7 +159,7 @@ def whole_matrices(
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
         if _is_inside.get():
-            raise TypeError(_TWICE)
+            raise _TwiceError(_TWICE)
         placed = placements.found(inner.init, args, shardings)
         if names := _manual_axes():
             _check_whole(inner, args, names)
@@ -171,20 +185,26 @@ def _where_matrices_are(
     """A new state: arrays of matrices are on the devices that have the matrices.
 
     It stays as it is where nobody knows these devices yet, and where an update needs
-    more than gradients.
+    extra arguments.
     """
     args: Args = params, params, state, {}
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     is_on_mesh = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
     if _manual_axes() or not is_on_mesh:
         return state
+    placed = placements.found(inner.init, args, shardings)
+    mesh = placed.mesh
+    if mesh is None or placed.is_one_device:
+        return state
     try:
-        placed = placements.found(inner.init, args, shardings)
-        mesh = placed.mesh
-        if mesh is None or placed.is_one_device:
-            return state
         step = CutStep.of(inner, args)
-    except Exception:  # Of other parameters, or without extra arguments, it may be any.
+    except Exception as error:  # Without an extra argument it may be any.
+        may_need_more = words_of(inner).others or words_of(inner).names
+        if isinstance(error, _TwiceError) or not may_need_more:
+            raise
+        if not states.words(state):
+            name = type(error).__name__
+            warnings.warn(_UNTRACED.format(name, error), RuntimeWarning, stacklevel=3)
         return state
     leaves, treedef = jax.tree.flatten(state)
     start = len(step.leaves) - len(leaves)
@@ -243,7 +263,6 @@ class CutStep:
         with _inside():
             closed, results = unplaced.traced(trace, types)
         with unplaced.tracing():
-            closed = programs.inlined(closed)
             if cores.has_matrices(closed.jaxpr):
                 closed = division.divided(closed, cores.FEW)
         structure: Any = jax.tree.structure(results)
@@ -396,10 +415,20 @@ def _run_group(
     arrays, _ = compilers.barrier((arrays, last))
     layouts = tuple(group.layouts)
     f = exchange.on_whole(group.matrices.results, layouts, group.names, mesh)
-    results = f(arrays, same)
+    results = f(arrays, same, [_flag(group, x, env) for x in group.conditions])
     for core, made in zip(group.cores, results, strict=True):
         env.update(zip(core.makes, made, strict=True))
     return [x for made in results for x in made]
+
+
+def _flag(group: Group, condition: due.Condition, env: Mapping[Var, Any]) -> jax.Array:
+    """Whether a condition holds: one for all cores, or one for each of them."""
+    used = {k for path in condition for k, _ in path}
+    numbers = [{k: core.reads[k] for k in used} for core in group.cores]
+    if all(of == numbers[0] for of in numbers):
+        numbers = numbers[:1]
+    found = [due.holds(condition, {k: env[x] for k, x in of.items()}) for of in numbers]
+    return found[0] if len(found) == 1 else jnp.stack(found)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ INSIDE = {
     "two jits": "@jax.jit\n@jax.jit\n",
     "checkpoint": "@jax.checkpoint\n",
     "a derivative of its own": "@jax.custom_jvp\n",
+    "one pulled back": "@jax.custom_vjp\n",
 }
 
 
@@ -103,6 +104,9 @@ class Draws:
         text = f"{inside}def once(i, x):\n{textwrap.indent(lines, '    ')}"
         if "jvp" in inside:
             text += "once.defjvp(lambda p, t: (once(*p), t[1]))\n"
+        if "vjp" in inside:
+            text += "def back(_, t):\n    return None, t\n"
+            text += "once.defvjp(lambda i, x: (once(i, x), None), back)\n"
         text += f"def each(x):\n    return {LOOPS[d.one_of(LOOPS)].format(n=n)}\n"
         text += "def of(x):\n    return jax.vmap(of)(x) if x.ndim > 2 else each(x)\n"
         text += "return optax.stateless(lambda u, _: jax.tree.map(of, u))\n"

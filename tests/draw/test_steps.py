@@ -75,10 +75,10 @@ def test_each_choice_is_drawn_and_runs():
     """Not most steps are refused, or the comparison would say nothing."""
     ran, refused, count = collections.defaultdict(set), 0, 0
     for family, number in (
-        ("losses", 10),
+        ("losses", 5),
         ("optimizers", 20),
-        ("places", 14),
-        ("all steps", 8),
+        ("places", 7),
+        ("all steps", 5),
     ):
         for p in telling(drawn(family, 200, seed=1), number):
             is_refused = p.check() is not None

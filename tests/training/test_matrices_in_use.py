@@ -355,14 +355,14 @@ def test_nnx_optimizer(optimizer):
 LEAVES = dict.fromkeys("acde", (16, 24))
 
 
-# Shapes, how they are cut, and in how many groups.
+# Shapes, how they are cut, and the exchanges: of leaves one is in the conditional.
 OF_PACKAGES = {
-    "leaves": (LEAVES, dict.fromkeys(LEAVES, P("x", "y")), 1),
-    "a stack": ({"w": (8, 16, 24)}, {"w": P(None, "x", "y")}, 1),
+    "leaves": (LEAVES, dict.fromkeys(LEAVES, P("x", "y")), 3),
+    "a stack": ({"w": (8, 16, 24)}, {"w": P(None, "x", "y")}, 2),
     "stacks": (
         {"w": (8, 16, 24), "v": (8, 24, 16)},
         {"w": P(None, "x", "y"), "v": P(None, "y", "x")},
-        2,
+        4,
     ),
 }
 
@@ -371,7 +371,7 @@ OF_PACKAGES = {
 @pytest.mark.parametrize("layout", OF_PACKAGES)
 def test_a_conditional_for_all_as_packages_have_it(layout, axes):
     """Equal leaves have equal programs in it. A probe of a stack mixes no layers."""
-    shapes, specs, groups = OF_PACKAGES[layout]
+    shapes, specs, exchanges = OF_PACKAGES[layout]
     on = mesh((4, 2), TYPES[axes])
     where = places(specs, on)
     said = where if axes == "automatic" else None
@@ -383,7 +383,7 @@ def test_a_conditional_for_all_as_packages_have_it(layout, axes):
         here = jax.tree.map(lambda x: x.sharding, (params, state))
         update = jax.jit(ours.update, out_shardings=here)
         kinds, moved = collectives(update.lower(params, state, params).compile())
-        assert kinds["all-to-all"] == 2 * groups
+        assert kinds["all-to-all"] == exchanges
         if layout != "leaves":
             size = sum(x.size for x in jax.tree.leaves(params))
             assert moved <= (2 / 8 + 0.01) * size

@@ -3,6 +3,9 @@
 The expected numbers are those of one device, where no array is cut.
 """
 
+import math
+import re
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,8 +16,10 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 from tests.training.matrix_optimizers import ALL, at_once, soap
 from tests.training.test_whole_matrices import (
+    COLLECTIVE,
     collectives,
     draw,
     mesh,
@@ -27,6 +32,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 M, N = 16, 24
 BIAS = {"b": (6,)}, {"b": P()}
+EIGHT = dict.fromkeys("cdefghij", (M, M))
 OF_LEAF = dict.fromkeys("acd", (M, N))
 ON_BOTH = dict.fromkeys("acd", P("x", "y"))
 # Shapes, how they are cut, the mesh, whether the state lies by matrix.
@@ -45,6 +51,7 @@ LAYOUTS = {
     "a leaf each": (OF_LEAF, ON_BOTH, (4, 2), False),
     "prime": ({"w": (5, M, N)}, {"w": P(None, None, "x")}, (8,), False),
 }
+FOR_FIGURES = {"8 leaves": (EIGHT, dict.fromkeys(EIGHT, P("x", "y")), (4, 2), False)}
 TYPES = [AxisType.Auto, AxisType.Explicit]
 # Eigenvectors amplify what is rounded.
 TOLERANCE = {"soap": 3e-4, "shampoo": 1e-4, "one-sided": 1e-4}
@@ -64,11 +71,35 @@ def close(actual, expected, tolerance):
     jax.tree.map_with_path(check, actual, expected)
 
 
+def in_branches(program):
+    """The collectives that always run, and those in branches, each with its size."""
+    text, found = program.as_text(), ([], [])
+    programs = dict(
+        re.findall(r"^(?:ENTRY )?%?([\w.-]+) [^\n]*\{\n(.*?)^\}", text, re.M | re.S)
+    )
+    (entry,) = re.findall(r"^ENTRY %?([\w.-]+)", text, re.M)
+    waiting, seen = [(entry, 0)], set()
+    while waiting:
+        name, where = this = waiting.pop()
+        if this in seen:
+            continue
+        seen.add(this)
+        for line in programs[name].splitlines():
+            for types, kind in COLLECTIVE.findall(line):
+                dims = re.findall(r"\[([\d,]*)\]", types)
+                size = sum(math.prod(int(n) for n in d.split(",") if n) for d in dims)
+                found[where].append((kind, size))
+            inside = where or " conditional(" in line
+            called = re.findall(r"%?([\w.-]+)", line.partition("=")[2])
+            waiting += [(x, inside) for x in called if x in programs]
+    return found
+
+
 class Trial:
     """A step on a mesh, and its expected results."""
 
     def __init__(self, make, layout, axis_type, dtype=jnp.float32, wrap=lambda tx: tx):
-        shapes, specs, sizes, _ = LAYOUTS[layout]
+        shapes, specs, sizes, _ = (LAYOUTS | FOR_FIGURES)[layout]
         self.mesh = mesh(sizes, axis_type)
         self.where = places(specs | BIAS[1], self.mesh)
         said = self.where if axis_type == AxisType.Auto else None
@@ -111,18 +142,19 @@ class Trial:
         return jax.device_get(now), program
 
 
-@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "layout", "axis_type"), half(ALL, LAYOUTS, TYPES))
 def test_numbers_are_those_of_one_device(name, layout, axis_type):
     trial = Trial(ALL[name], layout, axis_type)
     actual, program = trial.run()
     close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
-    kinds, moved = collectives(program)
+    _, moved = collectives(program)
+    always, seldom = in_branches(program)
     is_there = LAYOUTS[layout][3]
-    if name != "kron" or is_there:  # There each leaf has its own moment.
-        assert kinds == {"all-to-all": 2}
+    of_two_cores = "shampoo" in name or name == "one-sided"
+    assert {kind for kind, _ in always} == {"all-to-all"}
+    assert len(always) == (4 if of_two_cores and not is_there else 2)
     if is_there:
+        assert not seldom
         assert moved <= (2 / 8 + 0.01) * trial.size
         temporaries = program.memory_analysis().temp_size_in_bytes
         assert temporaries <= 2.5 * trial.size * 4
@@ -188,14 +220,38 @@ def test_one_conditional_for_all_leaves():
     state = placed_state(ours, params, tx.init(plain))
     update = jax.jit(ours.update)
     program = update.lower(params, state, params).compile()
-    conditionals = program.as_text().count(" conditional(")
-    assert 0 < conditionals <= 2
+    decompositions = program.as_text().count("lapack_ssyevd")
+    assert " conditional(" in program.as_text()
+    assert 0 < decompositions <= 2
     expected = tx.init(plain)
     for seed in range(1, 5):
         grads = draw(OF_LEAF, seed)
         made, state = update(jax.device_put(grads, where), state, params)
         wanted, expected = tx.update(grads, expected, plain)
         close(jax.device_get((made, state)), (wanted, expected), 1e-4)
+
+
+# Arrays of a leaf that a device gets and gives back at each push, and when it is due.
+# With copies: a factor lies whole along one axis of the mesh, and goes to all of it.
+DUE = {
+    "soap": (5 + 2 + 2 + 4, 4 + 2 + 4),
+    "shampoo": (2 + 1 + 2 + 4, 4 + 2 + 4),
+    "kron": (1 + 2 + 1, 2 + 4),
+}
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+@pytest.mark.parametrize("name", DUE)
+def test_what_a_branch_alone_needs_travels_if_it_runs(name, axis_type):
+    """A leaf for each layer: its state travels, that of the branch seldom."""
+    trial = Trial(ALL[name], "8 leaves", axis_type)
+    actual, program = trial.run()
+    close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
+    always, seldom = in_branches(program)
+    for found, arrays in zip((always, seldom), DUE[name], strict=True):
+        assert {kind for kind, _ in found} == {"all-to-all"}
+        assert sum(size for _, size in found) <= arrays / 8 * trial.size
+    assert len(always) <= 4
 
 
 AROUND = {

@@ -420,6 +420,25 @@ def test_programs_with_other_constants_are_others(name):
         close(jax.device_get(update(*args)[0]), expected)
 
 
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rule_for_no_derivative(raises):
+    """It closes over a table, by which JAX takes none; or it raises an error."""
+
+    def back(_, t):
+        return (1 / 0,) if raises else (t,)
+
+    table = np.array([[1.5, -0.5]], np.float32)
+
+    @jax.custom_vjp
+    def f(x):
+        a, b = jnp.take(table, 0, axis=0)
+        return a * x + b * x @ x.T @ x
+
+    f.defvjp(lambda x: (f(x), None), back)
+    tx = optax.stateless(lambda g, _: jax.tree.map(jax.vmap(f), g))
+    check(tx, {"w": (8, 16, 16)}, {"w": P(None, "x")}, moved=2 / 8, groups=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("f", [newton_schulz, by_svd, with_other_coefficients])
 def test_vmapped_matrices_of_ones_own(f):
@@ -903,6 +922,61 @@ def test_placements_inside_of_a_core_are_left_out(stacked, named, axis_type):
         update = jax.jit(ours.update)
         updates, _ = update(params, placed_state(f, params, f.init(plain)), params)
     close(jax.device_get(updates["w"]), -0.2 * expected)
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+def test_an_update_sees_the_mesh_that_is_set(axis_type):
+    """Also in a branch, and also if it places nothing."""
+    seen, on = [], mesh((8,), axis_type)
+
+    def f(x):
+        seen.append(jax.sharding.get_abstract_mesh().shape)
+        place = constrained(P(), named=False)
+        return jax.lax.cond(
+            x[0, 0] < 9.0, lambda x: newton_schulz(place(x)), lambda x: x, x
+        )
+
+    tx, plain = optax.stateless(lambda g, _: {"w": f(g["w"])}), draw({"w": (M, N)})
+    with jax.set_mesh(on):
+        where = places({"w": ROWS}, on)
+        ours, params = gx.whole_matrices(tx, where), jax.device_put(plain, where)
+        updates, _ = jax.jit(ours.update)(params, ours.init(params), params)
+    assert seen
+    assert all(dict(shape) == {"x": 8} for shape in seen)
+    close(jax.device_get(updates["w"]), newton_schulz(plain["w"]))
+
+
+def broken(updates, state, params=None, **extra):
+    raise KeyError("mine")
+
+
+def test_an_error_of_an_update_is_raised_by_init():
+    where = places({"w": ROWS}, mesh((8,)))
+    params = jax.device_put(draw({"w": (M, N)}), where)
+
+    def update(updates, state, params=None):
+        return broken(updates, state, params)
+
+    tx = optax.GradientTransformation(optax.tree.zeros_like, update)
+    with pytest.raises(KeyError, match="mine"):
+        gx.whole_matrices(tx, where).init(params)
+    tx = optax.GradientTransformationExtraArgs(optax.tree.zeros_like, broken)
+    with pytest.warns(RuntimeWarning, match="extra arguments.*KeyError: 'mine'"):
+        state = gx.whole_matrices(tx, where).init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
+    wrong = gx.whole_matrices(muon(0.1), {"v": where["w"]})
+    with pytest.raises(TypeError, match="shardings"):
+        wrong.init(params)
+
+
+def test_init_knows_no_loss():
+    """A line search says that it needs one, so nobody is warned."""
+    where = places({"w": ROWS}, mesh((8,)))
+    params = jax.device_put(draw({"w": (M, N)}), where)
+    search = optax.scale_by_backtracking_linesearch(3)
+    tx = optax.chain(each_matrix(newton_schulz), search)
+    state = gx.whole_matrices(tx, where).init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
 
 
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
