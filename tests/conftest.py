@@ -93,8 +93,9 @@ def is_long(item):
 def pytest_collection_modifyitems(items):
     """Of a function with many cases the quick part takes one, by the function's name.
 
-    Where JAX is not the newest, tests of figures are skipped. Long tests come first, so
-    that in the end all processes have something to do.
+    If a mark ``quick_case`` names the id of a cheaper one, it takes that. Where JAX is
+    not the newest, tests of figures are skipped. Long tests come first, so that in the
+    end all processes have something to do.
     """
     items.sort(key=lambda item: not is_long(item))
     functions = collections.defaultdict(list)
@@ -107,6 +108,10 @@ def pytest_collection_modifyitems(items):
             functions[item.path, item.originalname].append(item)
     for (_, name), cases in functions.items():
         taken = zlib.crc32(name.encode()) % len(cases)
+        named = cases[0].get_closest_marker("quick_case")
+        ids = [item.callspec.id for item in cases] if named else []
+        if named and named.args[0] in ids:  # Not if the command line names another.
+            taken = ids.index(named.args[0])
         for number, item in enumerate(cases):
             if number != taken:
                 item.add_marker(pytest.mark.slow)

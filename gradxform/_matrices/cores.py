@@ -64,6 +64,7 @@ class MatrixCore(NamedTuple):
       axes: those of the matrices, for each variable that it reads or makes.
       level: how often numbers of several parameters are needed before it.
       indices: those of its equations in the program.
+      origin: its part, and which equations of it. Cores of one origin are equal.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -72,6 +73,7 @@ class MatrixCore(NamedTuple):
     axes: Mapping[Var, Axes]
     level: int
     indices: frozenset[int]
+    origin: Hashable
 
     def key(self) -> Hashable:
         """What is equal for equal cores."""
@@ -189,8 +191,9 @@ class TracedUpdate:
     """A traced update, and where its operations on matrices are.
 
     Attributes:
-      jaxpr: it.
-      equations: those that its results need.
+      closed: it, with the equations that its results need.
+      jaxpr: the same without constants.
+      equations: those of it.
       read_by: the indices of equations that read each variable; -1 for results.
       made_by: the index of the equation that makes each variable.
       free: variables that depend on no large array, such as a count of steps or
@@ -203,7 +206,9 @@ class TracedUpdate:
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         """Finds to whom its equations belong."""
-        self.jaxpr, self.equations = closed.jaxpr, jaxprs.equations(closed.jaxpr)
+        self.equations = jaxprs.equations(closed.jaxpr)
+        self.jaxpr = closed.jaxpr.replace(eqns=self.equations)
+        self.closed = closed.replace(jaxpr=self.jaxpr, consts=closed.consts)
         self.made_by: dict[Var, int] = {}
         self.read_by: dict[Var, list[int]] = {}
         for index, eqn in enumerate(self.equations):
@@ -287,9 +292,10 @@ class TracedUpdate:
                     raise
                 continue
             part = _Part.of(self, owner, indices, lying)
-            if part.key not in plans:
-                plans[part.key] = part.plan()
-            parts.append((part, plans[part.key].of(part)))
+            key = part.key
+            if key not in plans:
+                plans[key] = part.plan(len(plans))
+            parts.append((part, plans[key].of(part)))
         self.levels = levels = self._levels(parts)
         found = [core for pair in parts for core in self._cores(*pair, levels)]
         for part, plan in parts:  # Of equal parts one alone was asked.
@@ -340,6 +346,7 @@ class TracedUpdate:
                 yield MatrixCore(
                     *(tuple(eqns), tuple(reads), tuple(makes)),
                     *(axes, level, frozenset(indices)),
+                    (plan.part, level, tuple(chosen)),
                 )
 
     def _read(self, indices: Sequence[int]) -> dict[Var, None]:
@@ -392,6 +399,7 @@ class _Plan(NamedTuple):
     """What of a part is in its cores.
 
     Attributes:
+      part: the number of the first part that is equal to it.
       variables: of the part for which it was made.
       inside: the positions of equations.
       axes: those of matrices, for each variable that has some.
@@ -399,6 +407,7 @@ class _Plan(NamedTuple):
       there: the variables of the state that lie where the matrices are.
     """
 
+    part: int
     variables: list[Var]
     inside: frozenset[int]
     axes: dict[Var, Axes]
@@ -492,7 +501,7 @@ class _Part:
         number = {x: k for k, x in enumerate(self.variables)}
         roles = tuple(
             (
-                tuple(sorted(set(self.readers[x]))),
+                *(x.aval, tuple(sorted(set(self.readers[x])))),
                 self.lying.names.get(x),
                 number.get(self.new.get(x, x)),
             )
@@ -501,8 +510,11 @@ class _Part:
         program = equality.of_equations((), self.equations, ())
         return program, roles, self.num_free, number[self.lead]
 
-    def plan(self) -> _Plan:
-        """Its cores are as many equations as possible, at the least cost."""
+    def plan(self, number: int) -> _Plan:
+        """Its cores are as many equations as possible, at the least cost.
+
+        Of parts that are not equal it has this number.
+        """
         needed = self._between()
         labels: list[dict[Var, Along]] = []
         mixing = {k for k, eqn in enumerate(self.equations) if eqn.effects}
@@ -523,7 +535,7 @@ class _Part:
             axes[x] = tuple(None if one is None else one.axis for one in found)
         merged = {x for of in labels for x, along in of.items() if along.entries > 1}
         inside, there = self._cut(axes, merged, mixing, len(labels))
-        return _Plan(self.variables, inside, axes, len(labels), there)
+        return _Plan(number, self.variables, inside, axes, len(labels), there)
 
     @functools.cached_property
     def _own(self) -> range:

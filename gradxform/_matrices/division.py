@@ -30,23 +30,29 @@ if TYPE_CHECKING:
     from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var
 
 
-def divided(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> ClosedJaxpr:
+def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> ClosedJaxpr:
     """The same program, whose conditionals and loops are each of one parameter.
 
-    An argument of fewer entries than ``few`` belongs to none. ``whose`` are the owners
-    of arguments, if they are known.
+    An argument of fewer entries than ``few`` belongs to none. ``owners`` are those of
+    the program, if they are known.
     """
     from jax.extend import source_info_util
 
-    if not any(map(_may_tie, jaxprs.all_equations(closed.jaxpr))):
+    eqns = [eqn for eqn in jaxprs.all_equations(closed.jaxpr) if _may_tie(eqn)]
+    if not eqns:
         return closed
-    owners = _owners(closed, few, whose)
+    owners = owners or _owners(closed, few)
+
+    def is_tied(eqn: JaxprEqn) -> bool:
+        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
+        return len(large - {Nobody.FREE}) > 1
+
+    tied = {id(eqn) for eqn in eqns if is_tied(eqn)}
+    if not tied and not any(map(_is_nested_or_stacked, eqns)):
+        return closed
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
-        if not _may_tie(eqn):
-            return None
-        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
-        is_tied = len(large - {Nobody.FREE}) > 1
+        is_tied = id(eqn) in tied
         if eqn.params.get("branches_platforms"):  # The last one is for all platforms.
             branch = eqn.params["branches"][-1]
             return _gone_into(branch, inputs[1:], few) if is_tied else None
@@ -98,7 +104,8 @@ def _is_stack(x: Var | Literal) -> bool:
     return len(shape_of(x)) > 2
 
 
-def _owners(closed: ClosedJaxpr, few: int, whose: Sequence[Owner]) -> Owners:
+def _owners(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> Owners:
+    """``whose`` are the owners of arguments, if they are known."""
     jaxpr = closed.jaxpr
     together = [
         [jaxpr.invars[k] for k in members]
@@ -223,7 +230,8 @@ class _Branch:
         outside: Sequence[Owner],
         few: int,
     ) -> None:
-        closed = divided(programs.inlined(closed), few, outside)
+        program = programs.inlined(closed)
+        closed = divided(program, few, _owners(program, few, outside))
         self.jaxpr, self._outside = closed.jaxpr, outside
         self._owners = _owners(closed, few, outside)
         self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))

@@ -52,7 +52,7 @@ _TWICE = (
 _UNTRACED = (
     "whole_matrices: init cannot trace an update with gradients and parameters alone, "
     "so all arrays of the state lie as their parameters, and travel in each step. If "
-    "the update needs no extra arguments, the first step raises this error, too: {}: {}"
+    "the update needs no extra arguments, the first step raises this error: {}: {}"
 )
 
 
@@ -263,15 +263,18 @@ class CutStep:
         with _inside():
             closed, results = unplaced.traced(trace, types)
         with unplaced.tracing():
-            if cores.has_matrices(closed.jaxpr):
-                closed = division.divided(closed, cores.FEW)
+            update = cores.TracedUpdate(closed)
+            if update.of_matrices:
+                closed = division.divided(update.closed, cores.FEW, update.owners)
+                if closed is not update.closed:
+                    update = cores.TracedUpdate(closed)
         structure: Any = jax.tree.structure(results)
         updates, params, state, _ = args
         start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))
         replaces = [*range(start), *range(end, end + len(jax.tree.leaves(state)))]
         if structure != jax.tree.structure((updates, state)):
             replaces = [-1] * structure.num_leaves
-        update = cores.TracedUpdate(closed)
+        closed = update.closed
         return cls(leaves, given, closed, update, structure, replaces, start, paths)
 
     def on(self, placed: Placements) -> tuple[optax.Updates, optax.OptState]:

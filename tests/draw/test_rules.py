@@ -28,7 +28,7 @@ def drawn(family, count, seed=0):
 @pytest.mark.every
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_are_those_of_the_whole(family):
-    for p in drawn(family, 24 if family == "parts" else 12):
+    for p in drawn(family, 14 if family == "parts" else 7):
         programs.check(p)
 
 
@@ -83,6 +83,7 @@ def test_a_broadcast_of_an_axis_makes_other_slices(number):
     programs.check(programs.Program(text.format(four), args, {"x": 0, "y": 0}, number))
 
 
+@pytest.mark.slow
 def test_a_hunt_finds_what_is_wrong(monkeypatch, capsys):
     """With the rule of a transposition broken."""
     turned = rules.Rule.of(lambda eqn, operand, along, number: along, "permutation")

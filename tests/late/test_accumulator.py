@@ -252,16 +252,11 @@ def stream(seed, brings):
         yield grads, given, extra
 
 
-QUICK = ("finite to the last", "apply"), ("late to the last", "update")
-
-
+@pytest.mark.quick_case("late to the last-mean-update")
 @pytest.mark.parametrize(
     ("gate", "reduction", "how"),
     [  # Two reductions of each weighted gate, one of them by `apply_gradients`.
-        pytest.param(
-            *(gate, reduction, how := ["apply", "update"][(i + j) % 3 // 2 ^ i % 2]),
-            marks=[pytest.mark.every] * ((gate, how) in QUICK),
-        )
+        (gate, reduction, ["apply", "update"][(i + j) % 3 // 2 ^ i % 2])
         for i, gate in enumerate(GATES)
         for j, reduction in enumerate(("mean", "sum", "row_mean"))
         if (i + j) % 3 == 1 or ("weight" in GATES[gate][-1] and (i + j) % 3)
@@ -534,9 +529,10 @@ def test_equals_multi_steps(inner, skip):
 
 def after(tx, params, *pushes):
     """Parameters and state after these pushes: a gradient, and extra arguments."""
-    state = tx.init(params)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    state = jax.jit(tx.init)(params)
     for g, extra in pushes:
-        params, state = gx.apply_gradients(tx, g, state, params, **extra)
+        params, state = step(g, state, params, **extra)
     return params, state
 
 

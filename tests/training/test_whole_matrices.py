@@ -136,7 +136,7 @@ def check(
         assert kinds == {kind: n for kind, n in expected.items() if n}
         assert entries <= (moved + 0.001) * size
     plain, grads = jax.device_get((params, pushes))
-    expected = train(tx, plain, tx.init(plain), grads)
+    expected = train(tx, plain, jax.jit(tx.init)(plain), grads)
     close(train(None, params, state, pushes, program), expected, tolerance)
     return program
 
@@ -221,6 +221,7 @@ def test_few_bytes_travel_and_numbers_are_those_of_one_device(layout, axis_type)
     check(tx, *model, sizes, axis_type, moved=moved, groups=groups)
 
 
+@pytest.mark.quick_case("stack-2")
 @pytest.mark.parametrize(("layout", "each"), [("stack", 2), ("17 leaves", 3)])
 def test_each_device_multiplies_few_matrices(layout, each):
     """It multiplies as many of them as there are, divided and rounded up."""
@@ -271,6 +272,7 @@ OPTIONS = {name: x for name, x in OPTIONS.items() if x.keys() <= KNOWN.keys()}
 TWO = {"w": (M, N), "v": (M, N), "b": (6,)}, {"w": ROWS, "v": ROWS, "b": P()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_of_muon(options):
     tx = muon(0.1, **OPTIONS[options])
@@ -533,6 +535,7 @@ GATES = {
 }
 
 
+@pytest.mark.quick_case("accumulate-False-automatic")
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize("name", GATES)
@@ -739,13 +742,14 @@ def small(request):
     tx = gx.whole_matrices(muon(0.1), where if is_automatic else None)
     plain = draw(TWO[0])
     params = jax.device_put(plain, where)
-    state = placed_state(tx, params, tx.init(plain))
+    state = placed_state(tx, params, jax.jit(tx.init)(plain))
     with jax.set_mesh(on):
         yield tx, params, state, plain
 
 
 def expected_updates(plain):
-    return muon(0.1).update(plain, muon(0.1).init(plain), plain)[0]
+    tx = muon(0.1)
+    return jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(plain)
 
 
 def test_types_stay(small):
@@ -820,7 +824,7 @@ def test_no_gradient_and_no_parameters(small):
     updates, _ = jax.jit(tx.update)({}, tx.init({}), {})
     assert updates == {}
     masked = plain | {"v": None}
-    state = tx.init(masked)
+    state = jax.jit(tx.init)(masked)
     updates, _ = jax.jit(tx.update)(params | {"v": None}, state, params | {"v": None})
     assert updates["v"] is None
     close(jax.device_get(updates["w"]), expected_updates(masked)["w"])
