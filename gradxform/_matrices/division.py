@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
-from gradxform._matrices import unplaced
+from gradxform._matrices import nested, unplaced
 from gradxform._matrices.cores import is_of_matrices
 from gradxform._matrices.loops import Loop
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
@@ -44,7 +44,10 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     owners = owners or _owners(closed, few)
 
     def is_tied(eqn: JaxprEqn) -> bool:
-        large = {owners.of[x] for x in eqn.outvars if not is_number(x)}
+        branch = jaxprs.name_of(eqn) == Op.COND and nested.of_all_platforms(eqn)
+        atoms = [*eqn.outvars, *(eqn.invars if branch else ())]
+        variables = filter(jaxprs.is_variable, atoms)
+        large = {owners.of[x] for x in variables if not is_number(x)}
         return len(large - {Nobody.FREE}) > 1
 
     tied = {id(eqn) for eqn in eqns if is_tied(eqn)}
@@ -53,8 +56,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
         is_tied = id(eqn) in tied
-        if eqn.params.get("branches_platforms"):  # The last one is for all platforms.
-            branch = eqn.params["branches"][-1]
+        if name == Op.COND and (branch := nested.of_all_platforms(eqn)):
             return _gone_into(branch, inputs[1:], few) if is_tied else None
         if name == Op.COND and (is_tied or _is_nested_or_stacked(eqn)):
             # What is refused later is named by the line of the user's conditional.
@@ -80,9 +82,12 @@ _LOOPS = frozenset({Op.SCAN, Op.WHILE})
 
 def _may_tie(eqn: JaxprEqn) -> bool:
     name = jaxprs.name_of(eqn)
-    is_one = name in _LOOPS | {Op.COND, Op.BARRIER}
-    is_one |= programs.OPERATIONS.get(name) is programs.Runs.ONCE
-    return is_one and (len(eqn.outvars) > 1 or _is_nested_or_stacked(eqn))
+    if name == Op.COND:
+        is_one = len(eqn.outvars) == 1 and nested.of_all_platforms(eqn) is None
+        return not is_one or _is_nested_or_stacked(eqn)
+    if name in _LOOPS or programs.OPERATIONS.get(name) is programs.Runs.ONCE:
+        return len(eqn.outvars) > 1
+    return name == Op.BARRIER and len(eqn.outvars) > 1
 
 
 def _gone_into(closed: ClosedJaxpr, inputs: Sequence[Any], few: int) -> Sequence[Any]:
@@ -210,7 +215,7 @@ def _conditionals(
     numbers = [branch.numbers(are_several=len(groups) > 1) for branch in branches]
     known = before(numbers) | before([branch.drawn() for branch in branches])
     for branch in branches:
-        known |= branch.decisions()
+        known |= branch.known()
     if not known and len(groups) == 1:
         return None
     results: list[Any] = [None] * len(eqn.outvars)
@@ -236,25 +241,12 @@ class _Branch:
         self._owners = _owners(closed, few, outside)
         self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self._env |= zip(self.jaxpr.invars, operands, strict=True)
-        # Whichever branch runs: a key of each parameter is then no part of its program.
-        jaxprs.advance([*self._of_few(few)], self._env)
+        self._few = few
         self._operands = {*self.jaxpr.invars, *self.jaxpr.constvars}
         self._after_matrices: set[Var] = set()
         for eqn in jaxprs.all_equations(self.jaxpr):
             if is_of_matrices(eqn) or jaxprs.among(eqn.invars, self._after_matrices):
                 self._after_matrices.update(eqn.outvars)
-
-    def _of_few(self, few: int) -> Iterator[JaxprEqn]:
-        """The equations that make few entries, for each result, of few entries."""
-        computed = {x for x in self._env if math.prod(shape_of(x)) < few}
-        limit = few * len(self.jaxpr.outvars)
-        for eqn in jaxprs.all_equations(self.jaxpr):
-            are_few = all(math.prod(shape_of(x)) < limit for x in eqn.outvars)
-            is_simple = not eqn.effects and not [*jaxprs.inside(eqn)]
-            read = filter(jaxprs.is_variable, eqn.invars)
-            if are_few and is_simple and computed.issuperset(read):
-                computed.update(eqn.outvars)
-                yield eqn
 
     def read_by(self, k: int) -> set[Owner]:
         """The owners of operands that the equations of a result read."""
@@ -265,15 +257,26 @@ class _Branch:
         pairs = zip(self.jaxpr.invars, self._outside, strict=True)
         return {owner for x, owner in pairs if of[x] == mine}
 
-    def decisions(self) -> dict[Var, Any]:
-        """Numbers of few entries that choose the branch of a conditional inside."""
-        numbers = [
+    def known(self) -> dict[Var, Any]:
+        """Few entries that depend on few alone, and that others read.
+
+        They are computed before. So all devices know which branch of a conditional
+        inside runs, and equal parameters have equal branches, each with its key.
+        """
+        read: dict[Var, None] = {}
+        for eqn, owner in self._with_owners():
+            makes_many = any(math.prod(shape_of(x)) >= self._few for x in eqn.outvars)
+            if makes_many or owner is not Nobody.FREE:
+                read.update((x, None) for x in self._made(eqn))
+            elif jaxprs.name_of(eqn) == Op.COND:
+                read.update((x, None) for x in self._made(eqn) if x is eqn.invars[0])
+        found = [
             x
-            for eqn in jaxprs.all_equations(self.jaxpr)
-            if jaxprs.name_of(eqn) == Op.COND and jaxprs.is_variable(x := eqn.invars[0])
-            if self._owners.of[x] is Nobody.FREE and x not in self._operands
+            for x in read
+            if self._owners.of[x] is Nobody.FREE
+            if math.prod(shape_of(x)) < self._few
         ]
-        return dict(zip(numbers, self.results(numbers, {}), strict=True))
+        return dict(zip(found, self.results(found, {}), strict=True))
 
     def numbers(self, are_several: bool) -> list[Var]:
         """The numbers that parts of several owners read, or one of another owner.

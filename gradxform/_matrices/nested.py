@@ -10,7 +10,7 @@ from gradxform._jax.programs import OPERATIONS, Runs, program
 from gradxform._jax.versions import Op
 
 if TYPE_CHECKING:
-    from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
 # Equations that a program is inside of, each by its `id` and the program's number.
@@ -60,8 +60,16 @@ def programs(eqn: JaxprEqn) -> list[Inside]:
     return []
 
 
+def of_all_platforms(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    """The branch that any platform may run, of one that the platform chooses."""
+    branch: ClosedJaxpr = eqn.params["branches"][-1]
+    return branch if eqn.params.get("branches_platforms") else None
+
+
 def _branches(eqn: JaxprEqn) -> Iterator[Inside]:
-    for branch in eqn.params["branches"]:
+    """A form for one platform may stack what is apart, so that of all counts."""
+    of_all = of_all_platforms(eqn)
+    for branch in [of_all] if of_all else eqn.params["branches"]:
         operands = map(Same, branch.jaxpr.invars, eqn.invars[1:])
         results = map(Same, branch.jaxpr.outvars, eqn.outvars)
         yield Inside(branch.jaxpr, [*operands], [*results], [])
