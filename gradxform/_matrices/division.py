@@ -44,8 +44,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     owners = owners or _owners(closed, few)
 
     def is_tied(eqn: JaxprEqn) -> bool:
-        branch = jaxprs.name_of(eqn) == Op.COND and nested.of_all_platforms(eqn)
-        atoms = [*eqn.outvars, *(eqn.invars if branch else ())]
+        atoms = [*eqn.outvars, *(eqn.invars if _of_all_platforms(eqn) else ())]
         variables = filter(jaxprs.is_variable, atoms)
         large = {owners.of[x] for x in variables if not is_number(x)}
         return len(large - {Nobody.FREE}) > 1
@@ -56,7 +55,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
         is_tied = id(eqn) in tied
-        if name == Op.COND and (branch := nested.of_all_platforms(eqn)):
+        if branch := _of_all_platforms(eqn):
             return _gone_into(branch, inputs[1:], few) if is_tied else None
         if name == Op.COND and (is_tied or _is_nested_or_stacked(eqn)):
             # What is refused later is named by the line of the user's conditional.
@@ -80,10 +79,14 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 _LOOPS = frozenset({Op.SCAN, Op.WHILE})
 
 
+def _of_all_platforms(eqn: JaxprEqn) -> ClosedJaxpr | None:
+    return nested.of_all_platforms(eqn) if jaxprs.name_of(eqn) == Op.COND else None
+
+
 def _may_tie(eqn: JaxprEqn) -> bool:
     name = jaxprs.name_of(eqn)
     if name == Op.COND:
-        is_one = len(eqn.outvars) == 1 and nested.of_all_platforms(eqn) is None
+        is_one = len(eqn.outvars) == 1 and _of_all_platforms(eqn) is None
         return not is_one or _is_nested_or_stacked(eqn)
     if name in _LOOPS or programs.OPERATIONS.get(name) is programs.Runs.ONCE:
         return len(eqn.outvars) > 1
