@@ -74,17 +74,30 @@ NEWEST_JAX = jax.__version_info__ >= (0, 12)
 
 
 def pytest_collection_finish():
-    """The garbage collector need not look at imports and tests again and again."""
+    """The garbage collector need not look at imports and tests again and again.
+
+    Nor often at what tracing leaves behind: that took a twentieth of the time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 10, 10)
+
+
+def is_long(item):
+    """Whether a test may take half a minute, or waits for processes."""
+    folder, name = item.path.parts[-2:]
+    return folder in ("engines", "soak") or name == "test_notebooks.py"
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
 def pytest_collection_modifyitems(items):
     """Of a function with many cases the quick part takes one, by the function's name.
 
-    Where JAX is not the newest, tests of figures are skipped.
+    If a mark ``quick_case`` names the id of a cheaper one, it takes that. Where JAX is
+    not the newest, tests of figures are skipped. Long tests come first, so that in the
+    end all processes have something to do.
     """
+    items.sort(key=lambda item: not is_long(item))
     functions = collections.defaultdict(list)
     older = pytest.mark.skip(reason="figures are those of the newest JAX")
     for item in items:
@@ -95,6 +108,10 @@ def pytest_collection_modifyitems(items):
             functions[item.path, item.originalname].append(item)
     for (_, name), cases in functions.items():
         taken = zlib.crc32(name.encode()) % len(cases)
+        named = cases[0].get_closest_marker("quick_case")
+        ids = [item.callspec.id for item in cases] if named else []
+        if named and named.args[0] in ids:  # Not if the command line names another.
+            taken = ids.index(named.args[0])
         for number, item in enumerate(cases):
             if number != taken:
                 item.add_marker(pytest.mark.slow)
@@ -185,6 +202,7 @@ def cluster():
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(
+            address="local",  # Not a cluster that somebody else has started here.
             num_cpus=8,
             include_dashboard=False,
             log_to_driver=False,

@@ -272,7 +272,7 @@ def test_shapes_must_be_static_under_inject_hyperparams(factory, given, static, 
     def step(**how):
         tx = optax.inject_hyperparams(factory, **how)(**given, **static)
         state = (jax.jit(tx.init) if jitted else tx.init)(params)
-        return jax.jit(tx.update)(params, state, params, worker=0)
+        return jax.jit(tx.update).eval_shape(params, state, params, worker=0)
 
     first, *_ = static
     with pytest.raises(TypeError, match=f"^{first} .* in static_args"):

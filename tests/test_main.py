@@ -33,9 +33,14 @@ SHORT = ("--steps", "60", "--engine", "simulated")
 OUTCOMES = ("accepted", "dropped")
 
 
+# Another process may be writing a program just then; see pyproject.toml.
+BEING_WRITTEN = "ignore:Error reading persistent compilation cache entry:UserWarning"
+
+
 def environment(**changes):
     """The environment of a process, with these changes."""
-    return {**os.environ, "PYTHONIOENCODING": "utf-8", **changes}
+    given = {"PYTHONIOENCODING": "utf-8", "PYTHONWARNINGS": BEING_WRITTEN}
+    return {**os.environ, **given, **changes}
 
 
 # The stage of CI that runs the demo compiles its programs as a user does.

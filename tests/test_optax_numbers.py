@@ -18,7 +18,7 @@ ONES = {"w": jnp.ones(90_000, jnp.float16)}  # norm 300
 
 def first_update(tx, grads, params=None):
     params = grads if params is None else params
-    return tx.update(grads, tx.init(params), params)[0]
+    return jax.jit(lambda g, p: tx.update(g, tx.init(p), p)[0])(grads, params)
 
 
 HALF_ZEROS = jnp.zeros(3, jnp.float16)

@@ -257,6 +257,7 @@ WRAPPED = {
 }
 
 
+@pytest.mark.quick_case("explicit-P('x', 'y')-True-False")
 @pytest.mark.parametrize(
     ("axes", "spec", "compiled", "in_context"),
     pairwise(AXES, [P("x", "y"), P("x"), P()]),

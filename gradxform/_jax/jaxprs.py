@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, Self, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -127,8 +127,15 @@ def with_line(eqn: JaxprEqn) -> str:
     return f"{eqn.primitive.name!r} {line}".rstrip()
 
 
-def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJaxpr:
-    """The same jaxpr with ``f(eqn)`` for each equation of it and of those inside."""
+def replaced(
+    closed: ClosedJaxpr,
+    f: Callable[[JaxprEqn], JaxprEqn],
+    atom: Callable[[Var | Literal], Var | Literal] | None = None,
+) -> ClosedJaxpr:
+    """The same jaxpr with ``f(eqn)`` for each equation of it and of those inside.
+
+    With ``atom`` it has ``atom(x)`` for each variable and literal.
+    """
     # To import these classes takes a tenth of a second. Since JAX 0.12 they are one.
     plain, _ = kinds = type(closed.jaxpr), type(closed)
 
@@ -136,11 +143,24 @@ def replaced(closed: ClosedJaxpr, f: Callable[[JaxprEqn], JaxprEqn]) -> ClosedJa
         if type(x) is tuple:
             return tuple(map(mapped, x))
         if isinstance(x, plain):
-            return x.replace(eqns=list(map(of_eqn, x.eqns)))
+            return of_jaxpr(x)
         return x.replace(jaxpr=mapped(x.jaxpr)) if isinstance(x, kinds) else x
+
+    def of_jaxpr(x: Any) -> Any:
+        eqns = list(map(of_eqn, x.eqns))
+        if atom is None:
+            return x.replace(eqns=eqns)
+        names = "constvars", "invars", "outvars"
+        lists = {name: list(map(atom, getattr(x, name))) for name in names}
+        if hasattr(x, "consts"):  # Since JAX 0.12.
+            lists["consts"] = x.consts
+        return x.replace(eqns=eqns, debug_info=x.debug_info, **lists)
 
     def of_eqn(eqn: JaxprEqn) -> JaxprEqn:
         params = {name: mapped(x) for name, x in eqn.params.items()}
+        if atom is not None:
+            atoms = list(map(atom, eqn.invars)), list(map(atom, eqn.outvars))
+            eqn = eqn.replace(invars=atoms[0], outvars=cast(Any, atoms[1]))
         return f(eqn.replace(params=params))
 
     return mapped(closed)

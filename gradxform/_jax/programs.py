@@ -19,7 +19,7 @@ from gradxform._jax import jaxprs, versions
 from gradxform._jax.versions import Op
 
 if TYPE_CHECKING:
-    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+    from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 
 class Runs(enum.Enum):
@@ -97,13 +97,44 @@ def run(
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same, with the inside of each ``jit`` in its place."""
+    """The same, with the inside of each ``jit`` in its place. Nothing is traced."""
+    from jax.extend import source_info_util
 
-    def rule(name: str, inputs: Sequence[Any], eqn: JaxprEqn) -> list[Any] | None:
-        return run(eqn, inputs, rule) if name == Op.JIT else None
+    constants = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    names: dict[Var, Var | Literal] = {}
+    eqns: list[JaxprEqn] = []
 
-    whole = InnerProgram.of(closed)
-    return jax.make_jaxpr(lambda *x: whole.run(x, rule))(*closed.in_avals)
+    def named(atoms: Sequence[Var | Literal]) -> list[Var | Literal]:
+        return [names.get(x, x) if jaxprs.is_variable(x) else x for x in atoms]
+
+    def enter(found: Sequence[JaxprEqn], scopes: Any, is_inside: bool) -> None:
+        for eqn in found:
+            where = eqn.source_info
+            stack = scopes + where.name_stack
+            if jaxprs.name_of(eqn) == Op.JIT:
+                inner = program(eqn)
+                for x, value in zip(inner.jaxpr.constvars, inner.consts, strict=True):
+                    constants[x] = value
+                names.update(zip(inner.jaxpr.invars, named(eqn.invars), strict=True))
+                enter(inner.jaxpr.eqns, stack.extend(eqn.params["name"]), True)
+                made = named(inner.jaxpr.outvars)
+                names.update(zip(eqn.outvars, made, strict=True))
+                continue
+            operands, results = named(eqn.invars), eqn.outvars
+            if is_inside:  # A program may be in several places.
+                where = where.replace(name_stack=stack)
+                results = [type(x)(x.aval) for x in eqn.outvars]
+                names.update(zip(eqn.outvars, results, strict=True))
+            eqns.append(
+                eqn.replace(invars=operands, outvars=results, source_info=where)
+            )
+
+    jaxpr = closed.jaxpr
+    enter(jaxpr.eqns, source_info_util.new_name_stack(), False)
+    jaxpr = jaxpr.replace(
+        constvars=[*constants], outvars=named(jaxpr.outvars), eqns=eqns
+    )
+    return closed.replace(jaxpr=jaxpr, consts=[*constants.values()])
 
 
 def first_use(jaxpr: Jaxpr, operand: int) -> tuple[int, ...]:

@@ -151,6 +151,8 @@ def _of(number: int, branches: Sequence[Condition]) -> Condition:
 
 def holds(condition: Condition, numbers: Mapping[int, jax.Array]) -> jax.Array:
     """Whether a condition holds, where numbers have these values."""
+    if condition == NEVER:  # A result that no branch changes.
+        return jnp.zeros((), bool)
     paths = [
         jnp.stack([numbers[k].astype("int32") == n for k, n in sorted(path)])
         for path in condition

@@ -213,15 +213,16 @@ class Shares:
         received = [*sent]
         for members in by_dtype.values():
             arrays = [sent[k] for k in members]
-            if len(arrays) == 1:
-                (x,) = arrays
+            if len(arrays) == 1:  # XLA's CPU compiler needs less memory for one axis.
+                (whole,) = arrays
+                x = whole.reshape(-1, *whole.shape[2:])
             else:
                 x = jnp.concatenate([x.reshape(len(x), -1) for x in arrays], 1)
             x = jax.lax.all_to_all(x, tuple(names), 0, 0, tiled=True)
             start = 0
             for k in members:
                 if len(members) == 1:
-                    received[k] = x
+                    received[k] = x.reshape(sent[k].shape)
                     continue
                 size = math.prod(sent[k].shape[1:])
                 received[k] = x[:, start : start + size]
@@ -470,18 +471,14 @@ class _Pack:
             found[n] = _back(y, kind.axes)
         if rest:
             y = x[:, start:].reshape(-1, *x.shape[2:])
-            start = 0
-        for n in rest:
-            kind, batch = pairs[n]
-            local = self._local(batch)
-            size = math.prod(local)
-            if not kind.axes:
-                found[n] = jax.lax.index_in_dim(y, start, keepdims=False)
-                start += 1
-                continue
-            part = y[start : start + size].reshape(*local, *y.shape[1:])
-            found[n] = _back(part, kind.axes)
-            start += size
+            sizes = [math.prod(self._local(pairs[n][1])) for n in rest]
+            parts = jax.lax.split(
+                y, [*sizes, len(y) - sum(sizes)]
+            )  # The last is padding.
+            for n, part in zip(rest, parts[:-1], strict=True):
+                kind, batch = pairs[n]
+                shape = *self._local(batch), *y.shape[1:]
+                found[n] = _back(jax.lax.reshape(part, shape), kind.axes)
         return [found[n] for n in range(len(pairs))]
 
 

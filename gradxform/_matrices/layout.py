@@ -116,13 +116,15 @@ class Layout:
 
     def groups(self) -> list[Group]:
         """Equal cores, and where their arrays lie."""
+        keys: dict[Hashable, Hashable] = {}
         programs: dict[Hashable, Matrices] = {}
         groups: dict[Hashable, list[tuple[MatrixCore, Matrices, Names]]] = {}
         for core in self.found:
-            key = core.key()
-            if key not in programs:
-                programs[key] = cores.matrices(core)
-            of = programs[key]
+            if core.origin not in keys:
+                keys[core.origin] = key = core.key()
+                if key not in programs:
+                    programs[key] = cores.matrices(core)
+            of = programs[keys[core.origin]]
             base = self._base(core, of)
             arrays = (x for x in core.reads if core.is_array(x))
             alike = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -62,7 +63,7 @@ def found(
       ValueError: they do not fit the parameters, or are on several meshes.
     """
     given = {} if shardings is None else _given(args, shardings)
-    likely = _likely(init, args, given)
+    likely = functools.cache(lambda: _likely(init, args, given))
     types: dict[int, NamedSharding] = {}
     places: dict[int, NamedSharding] = {}
     is_unknown, known = False, set[int]()
@@ -84,7 +85,7 @@ def found(
             is_unknown |= any(sharding.mesh.shape[name] > 1 for name in others)
         elif isinstance(x, jax.core.Tracer):
             is_unknown |= in_updates_or_params
-            sharding = likely.get(path, sharding)
+            sharding = likely().get(path, sharding)
         elif isinstance(x, jax.Array):
             sharding = x.sharding
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -37,22 +36,19 @@ def tracing() -> Iterator[None]:
 def traced(
     trace: Callable[..., tuple[ClosedJaxpr, PyTree[Any]]], types: Sequence[Any]
 ) -> tuple[ClosedJaxpr, PyTree[Any]]:
-    """A program, and what it returns.
+    """A program without ``jit`` in it, and what it returns.
 
-    It is traced on the mesh that is set if it says where an array lies.
+    It is traced on the mesh that is set, with all arrays whole. So what asks for the
+    mesh gets it, and so does what says where an array lies.
     """
-    try:
-        with tracing():
-            closed, results = trace(types)
-        if not any(any(jaxprs.anywhere(closed.jaxpr, name)) for name in _PLACES):
-            return closed, results
-    except Exception:  # Without a mesh JAX refuses such a program, by any error.
-        pass
     with jax.disable_jit(False):
         closed, results = trace(types)
-        closed = programs.inlined(closed)
-    with tracing():
-        return without_mesh(closed), results
+    closed = programs.inlined(closed)
+    if jax.sharding.get_abstract_mesh().empty and not any(
+        any(jaxprs.anywhere(closed.jaxpr, name)) for name in _PLACES
+    ):
+        return closed, results
+    return without_mesh(closed), results
 
 
 def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
@@ -62,36 +58,52 @@ def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
     """
     from jax.extend.core import primitives
 
-    (plain,) = jaxprs.all_equations(jax.make_jaxpr(jnp.negative)(1.0).jaxpr)
+    known: dict[int, JaxprEqn] = {}
+
+    def plain(eqn: JaxprEqn) -> JaxprEqn:
+        """A ``jit`` with the same settings, but for the mesh."""
+        if id(eqn.ctx) not in known:
+            with eqn.ctx.manager, tracing():
+                one = jax.make_jaxpr(jax.jit(jax.lax.neg))(1.0)
+            (known[id(eqn.ctx)],) = jaxprs.all_equations(one.jaxpr)
+        return known[id(eqn.ctx)]
 
     def bare(eqn: JaxprEqn) -> JaxprEqn:
+        of, copy = plain(eqn), cast(Any, primitives.copy_p)
         if jaxprs.name_of(eqn) in _PLACES:
-            copy: Any = primitives.copy_p
-            return eqn.replace(primitive=copy, params={}, ctx=plain.ctx)
+            return eqn.replace(primitive=copy, params={}, ctx=of.ctx)
         params = {
             name: None if isinstance(x, NamedSharding) else x
             for name, x in eqn.params.items()
         }
-        is_marked = eqn.ctx.xla_metadata or eqn.ctx.compute_type
-        return eqn.replace(
-            invars=[*map(_anew, eqn.invars)],
-            params=params,
-            ctx=eqn.ctx if is_marked else plain.ctx,
-        )
+        if jaxprs.name_of(eqn) == Op.JIT:
+            params["ctx_mesh"] = of.params["ctx_mesh"]
+            for name, x in ("in_shardings", eqn.invars), ("out_shardings", eqn.outvars):
+                params[name] = of.params[name] * len(x)
+        return eqn.replace(params=params, ctx=of.ctx)
 
-    found: Any = jaxprs.replaced(closed, bare)  # One of two classes, by JAX's version.
+    variables: dict[Var, Var] = {}
+
+    def atom(x: Var | Literal) -> Var | Literal:
+        if not jaxprs.is_variable(x):
+            return _anew(x)
+        if x not in variables:
+            variables[x] = type(x)(_bare_type(x.aval))
+        return variables[x]
+
+    found = jaxprs.replaced(closed, bare, atom)
     pairs = zip(
         jaxprs.all_equations(closed.jaxpr),
         jaxprs.all_equations(found.jaxpr),
         strict=True,
     )
     eqns = [
-        a.replace(ctx=plain.ctx) if jaxprs.name_of(a) == _CONSTRAINT else b
+        b.replace(primitive=a.primitive, params=a.params)
+        if jaxprs.name_of(a) == _CONSTRAINT
+        else b
         for a, b in pairs
     ]
-    if type(found.jaxpr) is type(found):  # Since JAX 0.12 they are one.
-        return found.replace(eqns=eqns)
-    return found.replace(jaxpr=found.jaxpr.replace(eqns=eqns))
+    return found.replace(jaxpr=found.jaxpr.replace(eqns=eqns), consts=found.consts)
 
 
 def _anew(x: Var | Literal) -> Var | Literal:
@@ -102,6 +114,14 @@ def _anew(x: Var | Literal) -> Var | Literal:
     literal: Any = type(x)
     made: Var | Literal = literal(value.view(), value.view().aval)
     return made
+
+
+def _bare_type(t: Any) -> Any:  # Of an array, a reference or a token.
+    if not hasattr(t, "sharding") or t.sharding.mesh.empty:
+        return t
+    nowhere = jax.sharding.AbstractMesh((), ())
+    whole = jax.sharding.PartitionSpec(*[None] * t.ndim)
+    return t.update(sharding=NamedSharding(nowhere, whole))
 
 
 def bare_types(variables: Iterable[Var | Literal]) -> list[jax.ShapeDtypeStruct]:

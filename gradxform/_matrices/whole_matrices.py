@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,13 @@ from jax.sharding import NamedSharding
 
 from gradxform._checks import arguments, structures
 from gradxform._devices import mesh as meshes
-from gradxform._jax import compilers, jaxprs, programs, versions
+from gradxform._jax import compilers, jaxprs, versions
 from gradxform._matrices import cores, division, due, exchange, placements, unplaced
 from gradxform._matrices.layout import Arguments, Group, Layout
 from gradxform._matrices.placements import AnyMesh, Args, Names, Placements
 from gradxform._slices.rules import shape_of
-from gradxform._trees.extra_args import with_any_extra_args
+from gradxform._trees import states
+from gradxform._trees.extra_args import with_any_extra_args, words_of
 from gradxform._trees.types import Path, Prefix
 
 if TYPE_CHECKING:
@@ -47,6 +49,17 @@ _TWICE = (
     "whole_matrices is inside of another whole_matrices, which does the same already: "
     "take one of them away."
 )
+_UNTRACED = (
+    "whole_matrices: init cannot trace an update with gradients and parameters alone, "
+    "so all arrays of the state lie as their parameters, and travel in each step. If "
+    "the update needs no extra arguments, the first step raises this error: {}: {}"
+)
+
+
+class _TwiceError(TypeError):
+    """One is inside of another one."""
+
+
 # Whether an update is traced that is already inside of one.
 _is_inside = contextvars.ContextVar("is_inside", default=False)
 
@@ -152,7 +165,7 @@ def whole_matrices(
     ) -> tuple[optax.Updates, optax.OptState]:
         args = updates, params, state, extra
         if _is_inside.get():
-            raise TypeError(_TWICE)
+            raise _TwiceError(_TWICE)
         placed = placements.found(inner.init, args, shardings)
         if names := _manual_axes():
             _check_whole(inner, args, names)
@@ -178,20 +191,26 @@ def _where_matrices_are(
     """A new state: arrays of matrices are on the devices that have the matrices.
 
     It stays as it is where nobody knows these devices yet, and where an update needs
-    more than gradients.
+    extra arguments.
     """
     args: Args = params, params, state, {}
     arrays = [x for x in jax.tree.leaves(params) if isinstance(x, jax.Array)]
     is_on_mesh = any(not jax.typeof(x).sharding.mesh.empty for x in arrays)
     if _manual_axes() or not is_on_mesh:
         return state
+    placed = placements.found(inner.init, args, shardings)
+    mesh = placed.mesh
+    if mesh is None or placed.is_one_device:
+        return state
     try:
-        placed = placements.found(inner.init, args, shardings)
-        mesh = placed.mesh
-        if mesh is None or placed.is_one_device:
-            return state
         step = CutStep.of(inner, args)
-    except Exception:  # Of other parameters, or without extra arguments, it may be any.
+    except Exception as error:  # Without an extra argument it may be any.
+        may_need_more = words_of(inner).others or words_of(inner).names
+        if isinstance(error, _TwiceError) or not may_need_more:
+            raise
+        if not states.words(state):
+            name = type(error).__name__
+            warnings.warn(_UNTRACED.format(name, error), RuntimeWarning, stacklevel=3)
         return state
     leaves, treedef = jax.tree.flatten(state)
     start = len(step.leaves) - len(leaves)
@@ -250,16 +269,18 @@ class CutStep:
         with _inside():
             closed, results = unplaced.traced(trace, types)
         with unplaced.tracing():
-            closed = programs.inlined(closed)
-            if cores.has_matrices(closed.jaxpr):
-                closed = division.divided(closed, cores.FEW)
+            update = cores.TracedUpdate(closed)
+            if update.of_matrices:
+                closed = division.divided(update.closed, cores.FEW, update.owners)
+                if closed is not update.closed:
+                    update = cores.TracedUpdate(closed)
         structure: Any = jax.tree.structure(results)
         updates, params, state, _ = args
         start, end = (len(jax.tree.leaves(x)) for x in (updates, (updates, params)))
         replaces = [*range(start), *range(end, end + len(jax.tree.leaves(state)))]
         if structure != jax.tree.structure((updates, state)):
             replaces = [-1] * structure.num_leaves
-        update = cores.TracedUpdate(closed)
+        closed = update.closed
         return cls(leaves, given, closed, update, structure, replaces, start, paths)
 
     def on(self, placed: Placements) -> tuple[optax.Updates, optax.OptState]:
@@ -411,7 +432,7 @@ def _run_group(
 
 def _flag(group: Group, condition: due.Condition, env: Mapping[Var, Any]) -> jax.Array:
     """Whether a condition holds: one for all cores, or one for each of them."""
-    used = {k for path in condition for k, _ in path}
+    used = {k for path in condition for k, _ in path if isinstance(k, int)}
     numbers = [{k: core.reads[k] for k in used} for core in group.cores]
     if all(of == numbers[0] for of in numbers):
         numbers = numbers[:1]

@@ -300,24 +300,44 @@ def by_slices(p, given, *, numbered):
 def check(p):
     """Evaluates a program as a whole, slice by slice, and for some slices at once.
 
-    Returns how many results are refused the second way, and how many there are.
+    All in one program, as compiling takes nearly all of the time. Returns how many
+    results are refused the second way, and how many there are.
     """
     rng = np.random.default_rng(0)
     some = rng.integers(0, p.number, rng.integers(1, 4)).tolist()
+    ways = []  # Functions, the kinds of their results, the slices and the arguments.
     with wide():
-        wholes = list(map(np.asarray, jax.jit(p.f)(*p.args.values())))
-        for ways, numbered in (([some], False), ([[i] for i in range(p.number)], True)):
-            kinds = kinds_of(p, len(ways[0]))
-            run, found = by_slices(p, len(ways[0]), numbered=numbered)
-            for picks in ways:
-                results = run(picks[0], *parts(p, kinds, picks))
-                where = f"slices {picks} of{p!r}"
-                for whole, got, kind in zip(wholes, results, found, strict=True):
-                    if got is not None:
-                        np.testing.assert_allclose(
-                            *(got, part(whole, kind, picks)), 1e-9, 1e-9, err_msg=where
-                        )
+        for picks, numbered in (
+            ([some], False),
+            ([[i] for i in range(p.number)], True),
+        ):
+            kinds = kinds_of(p, len(picks[0]))
+            run, found = by_slices(p, len(picks[0]), numbered=numbered)
+            given = [(pick[0], *parts(p, kinds, pick)) for pick in picks]
+            ways.append((run, found, picks, given))
+
+        @jax.jit
+        def evaluated(args, given):
+            runs = [run for run, *_ in ways]
+            pairs = zip(runs, given, strict=True)
+            return p.f(*args), [[run(*x) for x in calls] for run, calls in pairs]
+
+        every = evaluated([*p.args.values()], [given for *_, given in ways])
+        wholes, results = jax.device_get(every)
+        for (_, found, picks, _), calls in zip(ways, results, strict=True):
+            for pick, got in zip(picks, calls, strict=True):
+                compare(p, pick, found, wholes, got)
+    found = ways[-1][1]
     return sum(isinstance(x, str) for x in found), len(found)
+
+
+def compare(p, pick, found, wholes, results):
+    for whole, got, kind in zip(wholes, results, found, strict=True):
+        if got is not None:
+            where = f"slices {pick} of{p!r}"
+            np.testing.assert_allclose(
+                got, part(whole, kind, pick), 1e-9, 1e-9, err_msg=where
+            )
 
 
 def refusal(error):

@@ -59,17 +59,22 @@ def list_all(engine, job, **options):
 def full_disk(size):
     """No file grows over so many bytes, which stands for a disk that is full.
 
-    Python then keeps none of what it compiles: Python 3.13.0 keeps the first bytes of a
-    module, and all that import it later fail.
+    Python and JAX then keep none of what they compile. Python 3.13.0 would keep the
+    first bytes of a module, and all that import it later would fail. JAX would keep the
+    first bytes of a program, and warn whenever it is loaded.
     """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    least = "jax_persistent_cache_min_compile_time_secs"
+    kept = getattr(jax.config, least)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "dont_write_bytecode", True)
+        jax.config.update(least, np.inf)
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
         try:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            jax.config.update(least, kept)
 
 
 def fails(engine, job, error, match, **options):

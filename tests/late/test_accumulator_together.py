@@ -578,11 +578,11 @@ def test_a_line_search_sees_all_parameters():
 @promoting
 def test_an_accumulator_inside_a_chain_gets_none():
     tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
-    params = start()
-    state = tx.init(params)
+    params, step = start(), jax.jit(functools.partial(gx.apply_gradients, tx))
+    state = jax.jit(tx.init)(params)
     for v in (None, jnp.ones(2)):
         g = grads(0, {"v": v, "whole": None})
-        params, state = gx.apply_gradients(tx, g, state, params)
+        params, state = step(g, state, params)
     np.testing.assert_allclose(params["frozen"]["v"], [3.9, 4.9], rtol=1e-5)
 
     def add(updates, state, params=None):
@@ -720,7 +720,8 @@ def test_a_part_of_a_table_beside_a_leaf_without_a_gradient():
     rows = gx.IndexedSlices([2], jnp.ones((1, 1)), (4, 1))
     g, worker = {"table": rows, "frozen": None}, {"table": part, "frozen": jnp.zeros(2)}
     state = tx.init(params)
-    got, _ = gx.apply_gradients(tx, g, state, params, worker_params=worker)
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    got, _ = step(g, state, params, worker_params=worker)
     assert got["table"].ravel().tolist() == [1.0, 1.0, 1.0 - (1 + 0.5), 1.0]
     assert got["frozen"].tolist() == [1.0, 1.0]
 

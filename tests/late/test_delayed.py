@@ -38,13 +38,13 @@ def test_without_a_delay_it_is_the_inner_one():
 def test_a_gradient_is_rounded_to_the_ring_and_no_more(param, grad, given, ring):
     tx = gx.delayed(optax.identity(), 2, ring_dtype=given)
     params = jnp.zeros(3, param)
-    state = tx.init(params)
+    state, update = tx.init(params), jax.jit(tx.update)
     types = jax.tree.map(jax.typeof, state)
     assert state.ring.dtype == ring
     grads = [jnp.asarray([1 / 3, -0.0, 1000.1]) * (1 + t) for t in range(4)]
     grads = [g.astype(grad) for g in grads]
     for t, g in enumerate(grads):
-        updates, state = tx.update(g, state, params)
+        updates, state = update(g, state, params)
         assert jax.tree.map(jax.typeof, state) == types
         assert updates.dtype == grad
         late = grads[t - 2].astype(ring).astype(grad) if t > 1 else jnp.zeros(3, grad)

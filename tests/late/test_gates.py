@@ -336,7 +336,8 @@ def test_an_argument_of_a_gate_inside_is_not_lost(around, name):
     with pytest.raises(TypeError, match=f"(?s){name}.*(would be lost|around delayed)"):
         gx.apply_gradients(tx, GRADS, state, PARAMS, **{name: value})
     if name != "local_step":  # Without it all is as before.
-        gx.apply_gradients(tx, GRADS, state, PARAMS, **{name: None})
+        apply = functools.partial(gx.apply_gradients, tx, **{name: None})
+        jax.eval_shape(apply, GRADS, state, PARAMS)
 
 
 def sum_of(params, x):

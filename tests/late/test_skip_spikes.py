@@ -23,12 +23,13 @@ CASES = {
     for case in json.loads(path.read_text())["cases"]
 }
 STEPS, NAN, INF = 400, np.nan, np.inf
+applied = jax.jit(gx.apply_gradients, static_argnums=0)
 
 
 def push(tx, number, state, params, **extra):
-    """The push of a gradient whose norm is this number, without jit."""
+    """The push of a gradient whose norm is this number."""
     grads = jax.tree.map(lambda p: jnp.full(p.shape, number, p.dtype), params)
-    return gx.apply_gradients(tx, grads, state, params, **extra)
+    return applied(tx, grads, state, params, **extra)
 
 
 def stream(seed):
@@ -267,21 +268,23 @@ def test_devices_with_losses_of_their_own_decide_alike(how):
     if how == "vmap":
         parts = {"w": start["w"].reshape(8, 2), "b": start["b"]}
         axes = {"w": 0, "b": None}
-        params, told = jax.vmap(run, (axes, 1), axis_name="x")(parts, losses)
+        vmapped = jax.vmap(run, (axes, 1), axis_name="x")
+        params, told = jax.jit(vmapped)(parts, losses)
         params["b"] = params["b"][0]
     else:
         shape = {"x": 1, "y": 8} if how == "two axes" else {"x": 8}
         kinds = (jax.sharding.AxisType.Auto,) * len(shape)
         mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds)
         spec = {"w": P("x"), "b": P()}
-        params, told = jax.shard_map(
+        mapped = jax.shard_map(
             run,
             mesh=mesh,
             in_specs=(spec, P(None, axis)),
             # Where JAX tracks it, it is equal on all devices. Elsewhere each tells it.
             out_specs=(spec, P("x") if how == "untracked" else P()),
             check_vma=not specs,
-        )(start, losses)
+        )
+        params, told = jax.jit(mapped)(start, losses)
     means = np.float32([1, 2, 1, (900 + 7 * 2) / 8, 2])  # Without NaN.
     for device in told.reshape(-1, 5):
         np.testing.assert_allclose(device, [2, *means[1:]], rtol=1e-6)
@@ -302,5 +305,6 @@ def test_a_server_says_that_a_push_was_not_applied(around):
     np.testing.assert_allclose(server.pull()[0], -2.1, rtol=1e-6)
     params = jnp.zeros(2)
     for value in (np.ones(1), "high", 1j, True, {}):
+        told = {"value": value, "local_step": 0}
         with pytest.raises(TypeError, match="value must be a real scalar"):
-            push(tx, 1.0, tx.init(params), params, value=value, local_step=0)
+            gx.apply_gradients(tx, params, tx.init(params), params, **told)

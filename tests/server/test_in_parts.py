@@ -242,12 +242,14 @@ sys.stdin.read()
 @pytest.mark.slow
 def test_the_coordinator_listens_only_at_its_own_address():
     """A stranger who registers there as one of the processes ends the server."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    # The coordinator binds to this port too. Until then nobody else is given it.
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    reserved.bind(("127.0.0.1", 0))
+    port = reserved.getsockname()[1]
     command = [sys.executable, "-c", COORDINATOR, f"127.0.0.1:{port}"]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
-    with subprocess.Popen(command, **pipes, text=True) as process:
+    with reserved, subprocess.Popen(command, **pipes, text=True) as process:
         try:
             assert process.stdout.readline() == "here\n"
             with socket.create_connection(("127.0.0.1", port)) as stranger:

@@ -23,20 +23,14 @@ HOST_HAS_ALL = "master weights, layers, all of it on the host"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("name", "billions", "most", "least"),
-    [
-        ("master weights, layers, state on the host", 6.5, 15.75, 6.0),
-        # All of it is there, 20.1 billion parameters, but two layers.
-        (HOST_HAS_ALL, 20.1, 4.5, 0.0),
-    ],
-)
-def test_one_chip_holds_a_large_model(name, billions, most, least):
-    chip, training = mesh("v5e:2x2"), trainings.TRAININGS[name]
-    layers = round(billions * 1e9 / (12 * trainings.MODEL["width"] ** 2))
+def test_one_chip_holds_a_large_model():
+    """Of 6.5 billion parameters; their state is on the host."""
+    chip = mesh("v5e:2x2")
+    training = trainings.TRAININGS["master weights, layers, state on the host"]
+    layers = round(6.5e9 / (12 * trainings.MODEL["width"] ** 2))
     on_chip, on_host = largest.needed(largest.lower(training, layers, chip), 15.75)
-    assert on_chip <= most
-    assert on_host > least * billions  # GiB; bytes of state for each parameter.
+    assert on_chip <= 15.75
+    assert on_host > 6.0 * 6.5  # GiB; bytes of state for each parameter.
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -161,12 +155,21 @@ def test_parameters_come_and_go_a_layer_at_a_time(dtype):
     assert found.temp_size_in_bytes + found.output_size_in_bytes <= 0.07 * size(stacks)
 
 
+# What comes to the chip, and what layers have computed there, as a part of what is on
+# the host. One more array of all layers would be a sixth or a third. Arrays of 8 bits
+# come whole without a flag (see above), and nothing is left to move in the loops.
+AT_ONCE = {"layers, all of it on the host": 0.55, HOST_HAS_ALL: 0.4}
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", schedule.ON_HOST)
+@pytest.mark.parametrize("name", AT_ONCE)
 def test_the_loops_move_layers_beside_the_arithmetic(name):
     """Of 16 layers, with 8,192 tokens, over a link of 32 GB/s in each direction."""
-    program = Program(schedule.compiled(trainings.TRAININGS[name], 16, 8))
+    step = schedule.compiled(trainings.TRAININGS[name], 16, 8)
+    program, found = Program(step.as_text()), step.memory_analysis()
     forward, backward = schedule.loops(program)
     assert schedule.played(program, forward, 32e9)["ratio"] <= 1.1
     assert schedule.played(program, backward, 32e9)["ratio"] <= 1.25
+    assert found.temp_size_in_bytes <= AT_ONCE[name] * found.host_argument_size_in_bytes
+    assert found.argument_size_in_bytes <= 2**20  # The tokens, and what is small.

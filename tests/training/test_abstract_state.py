@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 from tests.descriptors import DESCRIPTORS
 from tests.training.losses import OLD
 
@@ -123,8 +124,7 @@ FACTORIES = {
 }
 
 
-@pytest.mark.parametrize("axis_type", AXES)
-@pytest.mark.parametrize("factory", FACTORIES)
+@pytest.mark.parametrize(("factory", "axis_type"), half(FACTORIES, AXES))
 def test_each_transformation_here(factory, axis_type, tmp_path):
     rows = FACTORIES[factory]
     dtype = "bfloat16" if factory == "master_weights" else "float32"

@@ -370,6 +370,15 @@ def test_on_a_mesh(kind, memory):
     assert found["logits"].sharding.spec[0] == "x"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_without_jit_the_layers_run_one_by_one(memory):
+    params = start()
+    evaluated = gx.evaluate(two_stacks, layers=BOTH)
+    with jax.disable_jit():
+        check(evaluated(put(params, memory), X), two_stacks(params, X))
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_inside_of_other_transformations(memory):
     params, batch = start(), jnp.stack([X, 2 * X, -X])
@@ -383,8 +392,6 @@ def test_inside_of_other_transformations(memory):
     )
     looped = jax.jit(lambda p, b: jax.lax.map(functools.partial(evaluated, p), b))
     check(looped(there, batch), jax.jit(jax.vmap(f, (None, 0)))(params, batch))
-    with jax.disable_jit():
-        check(evaluated(there, X), f(params, X))
     shapes = jax.tree.map(lambda x: x.shape, f(params, X))
     assert jax.tree.map(lambda x: x.shape, evaluated.eval_shape(there, X)) == shapes
     donating = jax.jit(gx.evaluate(cached, layers=["decoder"]), donate_argnums=2)

@@ -62,7 +62,7 @@ def test_a_loss_by_layers(name):
     assert products(text, ROWS // 4) >= 2  # Forward, and again in the backward pass.
     assert products(text, ROWS) == 0
     new, _, value = step(params, tx.init(params), x)
-    wanted, gradient = jax.value_and_grad(loss)(params, x)
+    wanted, gradient = jax.jit(jax.value_and_grad(loss))(params, x)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)
     np.testing.assert_allclose(
         new["w"], params["w"] - 0.1 * gradient["w"], rtol=1e-5, atol=1e-6

@@ -72,6 +72,7 @@ def all_of(table):
 # Muon.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -190,6 +191,7 @@ ALONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, LAYERS, WIDTH])
 def test_entries_of_each_layer(layers):
     """Also of as many layers as a matrix has rows. One program has them all."""
@@ -324,6 +326,7 @@ def test_a_layer_knows_its_number(layers):
     check(model(layers), all_of({k: f for k, f in RATES.items() if k not in of_four}))
 
 
+@pytest.mark.slow
 def test_a_layer_knows_its_number_in_two_passes():
     tx = optax.chain(of_matrices(RATES["arange"]), optax.clip_by_global_norm(0.05))
     check(model(), Way(tx, two_passes=True))
@@ -434,6 +437,7 @@ def shard_map(check_vma):
     return over
 
 
+@pytest.mark.quick_case("pmean-True")
 @pytest.mark.parametrize(
     ("name", "check_vma"),
     [

@@ -61,6 +61,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 # Losses and ways to step. tests/training/test_on_host.py has them with a state there.
 
 
+@pytest.mark.quick_case("teacher_first-a clip, then a sum")
 @pytest.mark.parametrize(("loss", "way"), pairs(LOSSES, ONE_PASS))
 def test_any_loss_and_any_optimizer(loss, way):
     check(LOSSES[loss], WAYS[way])
@@ -72,6 +73,7 @@ def test_half_precision(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
+@pytest.mark.quick_case("an injected clip-encoder_and_decoder")
 @pytest.mark.parametrize(
     ("way", "loss"),
     [
@@ -84,6 +86,7 @@ def test_two_passes(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
+@pytest.mark.quick_case("adapted-layers4")
 @pytest.mark.parametrize(
     ("loss", "layers"),
     [
@@ -100,6 +103,7 @@ def test_some_stacks_are_layers(loss, layers):
     check(LOSSES[loss], optax.sgd(0.1), layers=layers)
 
 
+@pytest.mark.quick_case("adagrad-layers0")
 @pytest.mark.parametrize(
     ("way", "layers"), pairs(OF_ROWS, [("blocks", "decoder"), ("decoder",)])
 )

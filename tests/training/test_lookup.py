@@ -476,14 +476,18 @@ def test_layers_and_functions_that_read_rows(line):
 
     args = EMB | {"emb": draw(6, 3) + 0.1}, jnp.array([4, 0, 4, 1, 3])
     sparse, dense = gx.value_and_grad(loss, tables=["emb"]), jax.value_and_grad(loss)
-    both = jax.jit(lambda *args: (sparse(*args), dense(*args)))
-    compiled, (expected_value, expected) = both(*args)
     # A part of a table, which has all of its rows, is read as the table is.
     part = gx.TableRows(
         [0, 1, 2, 3, 4, 5, 6], jnp.pad(args[0]["emb"], ((0, 1), (0, 0))), (6, 3)
     )
-    of_part = sparse(args[0] | {"emb": part}, args[1])
-    for value, grads in (compiled, sparse(*args), of_part):
+
+    @jax.jit
+    def results(params, ids):
+        of_part = sparse(params | {"emb": part}, ids)
+        return dense(params, ids), sparse(params, ids), of_part
+
+    (expected_value, expected), *found = results(*args)
+    for value, grads in found:
         np.testing.assert_allclose(value, expected_value, rtol=1e-5)
         assert is_sparse(grads["emb"])
         chex.assert_trees_all_close(densify(grads), expected, rtol=1e-5, atol=1e-5)

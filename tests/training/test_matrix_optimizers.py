@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.training.matrix_optimizers import ALL, at_once, soap
+from tests.conftest import half
+from tests.training.matrix_optimizers import ALL, at_once, dion, soap
 from tests.training.test_whole_matrices import (
     COLLECTIVE,
     collectives,
@@ -52,6 +53,7 @@ LAYOUTS = {
 }
 FOR_FIGURES = {"8 leaves": (EIGHT, dict.fromkeys(EIGHT, P("x", "y")), (4, 2), False)}
 TYPES = [AxisType.Auto, AxisType.Explicit]
+DEAR = "soap", "kron"  # Their programs take seconds to compile.
 # Eigenvectors amplify what is rounded.
 TOLERANCE = {"soap": 3e-4, "shampoo": 1e-4, "one-sided": 1e-4}
 
@@ -111,7 +113,7 @@ class Trial:
 
     def expected(self):
         now, step = (
-            (self.plain, self.inner.init(self.plain)),
+            (self.plain, jax.jit(self.inner.init)(self.plain)),
             jax.jit(step_of(self.inner)),
         )
         for grads in self.pushes:
@@ -122,7 +124,7 @@ class Trial:
         like = gx.abstract_state(self.tx, self.params)
         self.there = jax.tree.map(lambda x: x.sharding, like)
         if self.mesh.explicit_axes:
-            return jax.device_put(self.inner.init(self.plain), self.there)
+            return jax.device_put(jax.jit(self.inner.init)(self.plain), self.there)
         return jax.jit(self.tx.init, out_shardings=self.there)(self.params)
 
     def run(self):
@@ -141,9 +143,7 @@ class Trial:
         return jax.device_get(now), program
 
 
-@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize(("name", "layout", "axis_type"), half(ALL, LAYOUTS, TYPES))
 def test_numbers_are_those_of_one_device(name, layout, axis_type):
     trial = Trial(ALL[name], layout, axis_type)
     actual, program = trial.run()
@@ -161,8 +161,9 @@ def test_numbers_are_those_of_one_device(name, layout, axis_type):
         assert temporaries <= 2.5 * trial.size * 4
 
 
+@pytest.mark.quick_case("normuon-4 x 2")
 @pytest.mark.parametrize("layout", ["4 x 2", "a leaf each"])
-@pytest.mark.parametrize("name", ["soap", "kron", "normuon"])
+@pytest.mark.parametrize("name", [*DEAR, "normuon"])
 def test_bfloat16(name, layout):
     trial = Trial(ALL[name], layout, AxisType.Auto, jnp.bfloat16)
     actual, _ = trial.run()
@@ -197,8 +198,9 @@ def test_muon_keeps_its_momentum_as_its_parameters():
     chex.assert_trees_all_equal(*both)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-@pytest.mark.parametrize("name", ["soap", "kron"])
+@pytest.mark.parametrize("name", DEAR)
 def test_a_state_that_lies_as_its_parameters(name, axis_type):
     """It costs traffic, and changes no number."""
     trial = Trial(ALL[name], "4 x 2", axis_type)
@@ -212,23 +214,48 @@ def test_a_state_that_lies_as_its_parameters(name, axis_type):
     close(actual, trial.expected(), TOLERANCE.get(name, 1e-5))
 
 
+def test_equal_leaves_are_one_program(monkeypatch):
+    """Of 48 leaves as many programs are traced and divided as of 2."""
+    where = NamedSharding(mesh((8,)), P("x"))
+    make_jaxpr, counts = jax.make_jaxpr, []
+
+    def counting(*args, **kwargs):
+        counts[-1] += 1
+        return make_jaxpr(*args, **kwargs)
+
+    monkeypatch.setattr(jax, "make_jaxpr", counting)
+    for number in (2, 48):
+        inner, calls = dion(), []
+
+        def update(*args, inner=inner, calls=calls):
+            calls.append(args)
+            return inner.update(*args)
+
+        tx = gx.whole_matrices(optax.GradientTransformation(inner.init, update), where)
+        like = dict.fromkeys(range(number), jax.ShapeDtypeStruct((M, N), jnp.float32))
+        counts.append(0)
+        jax.eval_shape(tx.update, like, jax.eval_shape(inner.init, like), like)
+        assert len(calls) == 1
+    assert counts[0] == counts[1] > 2
+
+
 def test_one_conditional_for_all_leaves():
     """Its branch has a number of all factors, which is computed before."""
     where = places(ON_BOTH, mesh((4, 2)))
     plain = jax.device_get(draw(OF_LEAF))
     tx, ours = at_once(), gx.whole_matrices(at_once(), where)
     params = jax.device_put(plain, where)
-    state = placed_state(ours, params, tx.init(plain))
+    state = placed_state(ours, params, jax.jit(tx.init)(plain))
     update = jax.jit(ours.update)
     program = update.lower(params, state, params).compile()
     decompositions = program.as_text().count("lapack_ssyevd")
     assert " conditional(" in program.as_text()
     assert 0 < decompositions <= 2
-    expected = tx.init(plain)
+    expected, wanted_of = jax.jit(tx.init)(plain), jax.jit(tx.update)
     for seed in range(1, 5):
         grads = draw(OF_LEAF, seed)
         made, state = update(jax.device_put(grads, where), state, params)
-        wanted, expected = tx.update(grads, expected, plain)
+        wanted, expected = wanted_of(grads, expected, plain)
         close(jax.device_get((made, state)), (wanted, expected), 1e-4)
 
 
@@ -266,6 +293,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND)
 def test_wrappers_around_pass_on_where_the_state_lies(name):
     trial = Trial(soap, "4 x 2", AxisType.Auto, wrap=AROUND[name])

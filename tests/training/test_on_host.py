@@ -77,6 +77,7 @@ ONE = Loss(loss_fn, make=start, batch=(batch(0),))
 PLACES = ["state", "both"]
 
 
+@pytest.mark.quick_case("plain-adagrad-state")
 @pytest.mark.parametrize(
     ("loss", "way", "memory"),
     [("plain", "int16", "both"), ("teacher", "seven bytes", "both")]
@@ -99,6 +100,7 @@ def test_two_passes(loss, way, memory):
     check(LOSSES[loss], WAYS[way], memory)
 
 
+@pytest.mark.quick_case("adagrad-both")
 @pytest.mark.parametrize("memory", PLACES)
 @pytest.mark.parametrize(
     "way",
@@ -121,10 +123,11 @@ def test_master_weights_to_the_bit():
 def test_a_leaf_without_a_gradient():
     tx, grads = optax.adam(0.1), {"a": jnp.ones((9, 9)), "b": None}
     params = jax.tree.map(jnp.ones_like, {"a": jnp.ones((9, 9)), "b": jnp.ones(99)})
-    wanted, got = (
-        gx.apply_gradients(tx, grads, state, params)
-        for state in (tx.init(params), on_host(tx.init(params)))
+    state, step = (
+        jax.jit(tx.init)(params),
+        jax.jit(functools.partial(gx.apply_gradients, tx)),
     )
+    wanted, got = (step(grads, s, params) for s in (state, on_host(state)))
     assert got[1][0].nu["b"].sharding.memory_kind == "pinned_host"
     same(got, wanted)
 
@@ -154,7 +157,8 @@ def test_the_order_in_which_gradients_are_known(wrap):
 @pytest.mark.parametrize(
     ("loss", "way"),
     [
-        ("backwards", "adamw"),
+        ("backwards", "adagrad"),
+        pytest.param("backwards", "adamw", marks=pytest.mark.slow),
         pytest.param("partly_frozen", "adamw", marks=pytest.mark.slow),
         pytest.param("tied", "clip_by_global_norm", marks=pytest.mark.slow),
     ],
@@ -204,13 +208,16 @@ def test_a_checkpoint(way, memory, tmp_path):
     same(got, trained)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
+)
 def test_master_weights_of_parameters_there(wrap):
     """For export: each in the memory of its parameter."""
     tx = gx.master_weights(optax.sgd(0.1))
     params = start("bfloat16")
-    params, state, _ = gx.minimize(loss_fn, tx)(params, tx.init(params), batch(0))
-    wanted = gx.get_master_weights(params, state)
+    state = jax.jit(tx.init)(params)
+    params, state, _ = gx.minimize(loss_fn, tx)(params, state, batch(0))
+    wanted = jax.jit(gx.get_master_weights)(params, state)
     for there in (params, on_host(params)):
         got = wrap(gx.get_master_weights)(there, on_host(state))
         assert kinds(got) == kinds(there)

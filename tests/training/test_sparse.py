@@ -19,6 +19,7 @@ def is_sparse(leaf):
     return isinstance(leaf, gx.IndexedSlices)
 
 
+@jax.jit
 def densified(tree):
     return jax.tree.map(
         lambda g: g.densify() if is_sparse(g) else g, tree, is_leaf=is_sparse
@@ -153,6 +154,7 @@ def beside(tables):
     return tables | {"b": draw(0, [], (0,))["b"], "nothing": None}
 
 
+@pytest.mark.quick_case("row_wise")
 @pytest.mark.parametrize("chain", CHAINS)
 def test_sparse_equals_dense_and_leaves_the_other_rows_alone(chain):
     tx, extra = CHAINS[chain], {"local_step": 0} if chain == "clipvalue" else {}

@@ -136,7 +136,7 @@ def check(
         assert kinds == {kind: n for kind, n in expected.items() if n}
         assert entries <= (moved + 0.001) * size
     plain, grads = jax.device_get((params, pushes))
-    expected = train(tx, plain, tx.init(plain), grads)
+    expected = train(tx, plain, jax.jit(tx.init)(plain), grads)
     close(train(None, params, state, pushes, program), expected, tolerance)
     return program
 
@@ -221,6 +221,7 @@ def test_few_bytes_travel_and_numbers_are_those_of_one_device(layout, axis_type)
     check(tx, *model, sizes, axis_type, moved=moved, groups=groups)
 
 
+@pytest.mark.quick_case("stack-2")
 @pytest.mark.parametrize(("layout", "each"), [("stack", 2), ("17 leaves", 3)])
 def test_each_device_multiplies_few_matrices(layout, each):
     """It multiplies as many of them as there are, divided and rounded up."""
@@ -253,7 +254,7 @@ def test_groups_run_one_after_another():
         x.memory_analysis().temp_size_in_bytes / size
         for x in (program, compiled(tx, *step[:2], step[2][0]))
     )
-    assert ours <= 0.93 < theirs
+    assert ours <= 0.26 < theirs
 
 
 OPTIONS = {
@@ -271,6 +272,7 @@ OPTIONS = {name: x for name, x in OPTIONS.items() if x.keys() <= KNOWN.keys()}
 TWO = {"w": (M, N), "v": (M, N), "b": (6,)}, {"w": ROWS, "v": ROWS, "b": P()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_of_muon(options):
     tx = muon(0.1, **OPTIONS[options])
@@ -533,6 +535,7 @@ GATES = {
 }
 
 
+@pytest.mark.quick_case("accumulate-False-automatic")
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("is_clipped", [False, True])
 @pytest.mark.parametrize("name", GATES)
@@ -739,13 +742,14 @@ def small(request):
     tx = gx.whole_matrices(muon(0.1), where if is_automatic else None)
     plain = draw(TWO[0])
     params = jax.device_put(plain, where)
-    state = placed_state(tx, params, tx.init(plain))
+    state = placed_state(tx, params, jax.jit(tx.init)(plain))
     with jax.set_mesh(on):
         yield tx, params, state, plain
 
 
 def expected_updates(plain):
-    return muon(0.1).update(plain, muon(0.1).init(plain), plain)[0]
+    tx = muon(0.1)
+    return jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(plain)
 
 
 def test_types_stay(small):
@@ -820,7 +824,7 @@ def test_no_gradient_and_no_parameters(small):
     updates, _ = jax.jit(tx.update)({}, tx.init({}), {})
     assert updates == {}
     masked = plain | {"v": None}
-    state = tx.init(masked)
+    state = jax.jit(tx.init)(masked)
     updates, _ = jax.jit(tx.update)(params | {"v": None}, state, params | {"v": None})
     assert updates["v"] is None
     close(jax.device_get(updates["w"]), expected_updates(masked)["w"])
@@ -922,6 +926,61 @@ def test_placements_inside_of_a_core_are_left_out(stacked, named, axis_type):
         update = jax.jit(ours.update)
         updates, _ = update(params, placed_state(f, params, f.init(plain)), params)
     close(jax.device_get(updates["w"]), -0.2 * expected)
+
+
+@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
+def test_an_update_sees_the_mesh_that_is_set(axis_type):
+    """Also in a branch, and also if it places nothing."""
+    seen, on = [], mesh((8,), axis_type)
+
+    def f(x):
+        seen.append(jax.sharding.get_abstract_mesh().shape)
+        place = constrained(P(), named=False)
+        return jax.lax.cond(
+            x[0, 0] < 9.0, lambda x: newton_schulz(place(x)), lambda x: x, x
+        )
+
+    tx, plain = optax.stateless(lambda g, _: {"w": f(g["w"])}), draw({"w": (M, N)})
+    with jax.set_mesh(on):
+        where = places({"w": ROWS}, on)
+        ours, params = gx.whole_matrices(tx, where), jax.device_put(plain, where)
+        updates, _ = jax.jit(ours.update)(params, ours.init(params), params)
+    assert seen
+    assert all(dict(shape) == {"x": 8} for shape in seen)
+    close(jax.device_get(updates["w"]), newton_schulz(plain["w"]))
+
+
+def broken(updates, state, params=None, **extra):
+    raise KeyError("mine")
+
+
+def test_an_error_of_an_update_is_raised_by_init():
+    where = places({"w": ROWS}, mesh((8,)))
+    params = jax.device_put(draw({"w": (M, N)}), where)
+
+    def update(updates, state, params=None):
+        return broken(updates, state, params)
+
+    tx = optax.GradientTransformation(optax.tree.zeros_like, update)
+    with pytest.raises(KeyError, match="mine"):
+        gx.whole_matrices(tx, where).init(params)
+    tx = optax.GradientTransformationExtraArgs(optax.tree.zeros_like, broken)
+    with pytest.warns(RuntimeWarning, match="extra arguments.*KeyError: 'mine'"):
+        state = gx.whole_matrices(tx, where).init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
+    wrong = gx.whole_matrices(muon(0.1), {"v": where["w"]})
+    with pytest.raises(TypeError, match="shardings"):
+        wrong.init(params)
+
+
+def test_init_knows_no_loss():
+    """A line search says that it needs one, so nobody is warned."""
+    where = places({"w": ROWS}, mesh((8,)))
+    params = jax.device_put(draw({"w": (M, N)}), where)
+    search = optax.scale_by_backtracking_linesearch(3)
+    tx = optax.chain(each_matrix(newton_schulz), search)
+    state = gx.whole_matrices(tx, where).init(params)
+    chex.assert_trees_all_equal(state, tx.init(params))
 
 
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])

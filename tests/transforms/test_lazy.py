@@ -280,7 +280,8 @@ def test_padding_gives_zero_updates():
     """Adam without epsilon divides 0 by 0 there."""
     tx = gx.lazy(optax.adam(0.1, eps=0.0))
     params = draw(0, HEIGHT, WIDTH)
-    updates, _ = tx.update(rows([2, 9, 2], 1), tx.init(params), params)
+    state = jax.jit(tx.init)(params)
+    updates, _ = jax.jit(tx.update)(rows([2, 9, 2], 1), state, params)
     assert updates.indices.tolist() == [2, 9, 9]
     assert np.all(updates.values[0] != 0)
     assert not np.any(updates.values[1:])
@@ -311,10 +312,17 @@ def test_tables_of_every_rank(shape):
     tx, params = gx.lazy(optax.adam(0.1)), draw(0, *shape)
     indices = [0, 0, shape[0]]
     g = gx.IndexedSlices(indices, draw(1, 3, *shape[1:]), shape)
-    updates, state = tx.update(g, tx.init(params), params)
-    wanted, _ = optax.adam(0.1).update(g.densify(), tx.init(params), params)
-    np.testing.assert_allclose(updates.densify(), wanted, rtol=1e-6)
-    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, tx.init(params))
+
+    @jax.jit
+    def results(g, params):
+        before = tx.init(params)
+        updates, state = tx.update(g, before, params)
+        wanted, _ = optax.adam(0.1).update(g.densify(), before, params)
+        return before, updates.densify(), state, wanted
+
+    before, updates, state, wanted = results(g, params)
+    np.testing.assert_allclose(updates, wanted, rtol=1e-6)
+    assert jax.tree.map(jax.typeof, state) == jax.tree.map(jax.typeof, before)
 
 
 # Inside and outside of other transformations.
@@ -346,10 +354,10 @@ def test_wrappers_may_be_inside(name):
 
 def ends(tx, given, apply=gx.apply_gradients, **extra):
     """Parameters after these pushes, and the state."""
-    params = params_of()
-    state = tx.init(params)
+    params, step = params_of(), jax.jit(functools.partial(apply, tx))
+    state = jax.jit(tx.init)(params)
     for grads in given:
-        params, state = apply(tx, grads, state, params, **extra)
+        params, state = step(grads, state, params, **extra)
     return params, state
 
 
@@ -364,12 +372,13 @@ def test_a_clip_before_it_takes_the_norm_of_the_summed_rows():
 
 
 def test_wrappers_may_be_outside():
-    lazy = gx.lazy(optax.adam(0.1))
+    momentum = optax.sgd(0.1, 0.9)
+    lazy = gx.lazy(momentum)
     partition = optax.partition(
-        {"tables": lazy, "rest": optax.adam(0.1)}, {"tables": "tables", "dense": "rest"}
+        {"tables": lazy, "rest": momentum}, {"tables": "tables", "dense": "rest"}
     )
-    injected = optax.inject_hyperparams(lambda rate: gx.lazy(optax.adam(rate)))(0.1)
-    rate_after = gx.lazy(optax.scale_by_adam()), gx.scale_by_learning_rate(0.1)
+    injected = optax.inject_hyperparams(lambda rate: gx.lazy(optax.sgd(rate, 0.9)))(0.1)
+    rate_after = gx.lazy(optax.trace(0.9)), gx.scale_by_learning_rate(0.1)
     gated = gx.drop_stale(lazy, 1)
     expected, _ = ends(lazy, pushes())
     for tx in partition, injected, optax.chain(*rate_after), gated:
@@ -391,8 +400,10 @@ def test_a_leaf_without_a_gradient_keeps_its_state(missing):
     tx, params, grads = gx.lazy(optax.adam(0.1)), params_of(), next(pushes())
     where = grads if missing == "dense" else grads["tables"]
     where[missing] = jax.tree.map(lambda _: None, where[missing], is_leaf=is_sparse)
-    before = params, tx.init(params)[0].mu
-    after, state = gx.apply_gradients(tx, grads, tx.init(params), params)
+    start = jax.jit(tx.init)(params)
+    before = params, start[0].mu
+    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    after, state = step(grads, start, params)
     for new, old in zip((after, state[0].mu), before, strict=True):
         kept = ((t if missing == "dense" else t["tables"])[missing] for t in (new, old))
         chex.assert_trees_all_equal(*kept)
@@ -462,13 +473,17 @@ def test_sizes_are_those_of_the_table(name, parts):
     params, grads, whole = one_table()
     tx = SIZES[name]
     # Other rows are zeros, for a norm of the parameters and their decay.
-    alone = jax.tree.map(lambda p: jnp.zeros_like(p).at[3].set(p[3]), params)
-    expected, _ = tx.update(whole, tx.init(params), alone)
-    lazy = gx.lazy(tx)
-    updates, _ = lazy.update(grads(*[1 / parts] * parts), lazy.init(params), params)
-    np.testing.assert_allclose(
-        updates["t"].densify(), expected["t"], rtol=2e-5, atol=1e-7
-    )
+    alone = {"t": np.zeros_like(params["t"])}
+    alone["t"][3] = params["t"][3]
+
+    @jax.jit
+    def results(grads):
+        lazy = gx.lazy(tx)
+        updates, _ = lazy.update(grads, lazy.init(params), params)
+        return dense(updates)["t"], tx.update(whole, tx.init(params), alone)[0]["t"]
+
+    got, wanted = results(grads(*[1 / parts] * parts))
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=1e-7)
 
 
 NORMS = {
@@ -612,10 +627,14 @@ def of_touched_rows(f, indices, height, width, dtype="float32", seed=0):
     g = {"t": gx.IndexedSlices(indices, values, (height, width))}
     tx, params = on_arrays(f), {"t": jnp.zeros((height, width), dtype)}
     which = np.unique([i for i in indices if i < height]).astype(int)
-    lazy = gx.lazy(tx)
-    updates, _ = lazy.update(g, lazy.init(params), params)
-    wanted, _ = tx.update(dense(g), tx.init(params), params)
-    return updates["t"].densify()[which], wanted["t"][which]
+
+    @jax.jit
+    def both(g, params):
+        lazy = gx.lazy(tx)
+        updates, _ = lazy.update(g, lazy.init(params), params)
+        return dense(updates), tx.update(dense(g), tx.init(params), params)[0]
+
+    return [np.asarray(updates["t"])[which] for updates in both(g, params)]
 
 
 FEW, EVERY = [2, 5, 2, 6], [3, 0, 1, 2, 6, 5, 4, 3]  # Of 6 rows; 6 is padding.
@@ -685,14 +704,14 @@ def test_rows_of_other_devices_are_refused(name, over):
             check_vma=False,
         )
     with pytest.raises(TypeError, match=r"may mix rows, by '(p|all|slice)"):
-        run(indices)
+        jax.eval_shape(run, indices)
 
 
 def test_a_number_may_be_summed_over_devices():
     """It is one number for all rows, as without ``lazy``."""
     indices, values = jnp.array([[0], [3]]), jnp.full((2, 1, 2), 2.0)
     got, wanted = (
-        jax.vmap(update, axis_name="i")(indices, values)
+        jax.jit(jax.vmap(update, axis_name="i"))(indices, values)
         for update in both(lambda x: x * jax.lax.psum(entries(x), "i"))
     )
     np.testing.assert_array_equal(got, wanted)
@@ -753,7 +772,9 @@ def test_a_derivative_that_is_not_known_is_refused():
     values = jnp.ones((2, 2))
     for derive in jax.grad, jax.jacfwd:
         with pytest.raises(TypeError, match=r"jvp|may mix rows, by 'custom_lin'"):
-            derive(lambda x: jnp.sum(by_row(jnp.array([4, 2]), x)))(values)
+            jax.eval_shape(
+                derive(lambda x: jnp.sum(by_row(jnp.array([4, 2]), x))), values
+            )
 
 
 def test_an_array_like_a_table_that_is_all_parameters_stays_whole():
@@ -772,9 +793,9 @@ def test_a_monitor_is_refused():
     params, grads, _ = one_table()
     tx = gx.lazy(optax.monitor({"norm": gx.global_norm}))
     with pytest.raises(TypeError, match=r"another structure.*optax\.snapshot"):
-        tx.update(grads(1.0), tx.init(params), params)
+        jax.eval_shape(tx.update, grads(1.0), jax.eval_shape(tx.init, params), params)
     tx = gx.lazy(optax.snapshot("norm", gx.global_norm))
-    _, state = tx.update(grads(0.5, 0.5), tx.init(params), params)
+    _, state = jax.jit(tx.update)(grads(0.5, 0.5), tx.init(params), params)
     expected = np.linalg.norm(draw(1, 1, WIDTH))
     np.testing.assert_allclose(optax.tree.get(state, "norm"), expected, rtol=1e-6)
 
@@ -866,7 +887,8 @@ def test_a_function_of_whole_parameters_cannot_be_called():
         tx.update(grads, tx.init(params), params, **extra)
     # Others may get it.
     adam = gx.lazy(optax.adam(0.1))
-    adam.update(grads, adam.init(params), params, **extra)
+    update = functools.partial(adam.update, **extra)
+    jax.eval_shape(update, grads, jax.eval_shape(adam.init, params), params)
 
 
 def test_bad_arguments_are_named():
