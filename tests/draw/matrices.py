@@ -33,6 +33,16 @@ LOOPS = {
     "lambda v: once({n} - 1, v), x)",
     "once": "once({n} - 1, x)",
 }
+# How the update of a tree ``u`` is made of that of an array.
+TREES = {
+    "leaf by leaf": "jax.tree.map(of, u)",
+    "a loop": "lax.fori_loop(0, {n}, lambda _, t: jax.tree.map(of, t), u)",
+    "a scan": "lax.scan(lambda t, _: (jax.tree.map(of, t),) * 2, u, length={n})[0]",
+    "a conditional": "lax.cond(optax.tree.norm(u) > {n}, "
+    "lambda t: jax.tree.map(of, t), lambda t: t, u)",
+    "a number of all": "lax.cond({n} > 1, lambda t: jax.tree.map("
+    "lambda x: of(x / optax.tree.norm(jax.tree.map(of, t))), t), lambda t: t, u)",
+}
 # What the iteration is inside of.
 INSIDE = {
     "nothing": "",
@@ -109,7 +119,8 @@ class Draws:
             text += "once.defvjp(lambda i, x: (once(i, x), None), back)\n"
         text += f"def each(x):\n    return {LOOPS[d.one_of(LOOPS)].format(n=n)}\n"
         text += "def of(x):\n    return jax.vmap(of)(x) if x.ndim > 2 else each(x)\n"
-        text += "return optax.stateless(lambda u, _: jax.tree.map(of, u))\n"
+        tree = TREES[d.one_of(TREES)].format(n=n)
+        text += f"return optax.stateless(lambda u, _: {tree})\n"
         text = f"import optax\ndef optimizer(table):\n{textwrap.indent(text, '    ')}"
         tables = [
             [[integer(1, 9) / 4, -integer(1, 9) / 8] for _ in range(n)]
