@@ -171,7 +171,9 @@ def whole_matrices(
             _check_whole(inner, args, names)
         elif not placed.is_one_device:
             step = CutStep.of(inner, args)
-            if step.update.of_matrices:
+            # Explicit axes multiply no parts, also of matrices that no core needs.
+            is_explicit = placed.types and cores.has_matrices(step.closed.jaxpr)
+            if step.update.of_matrices or is_explicit:
                 return step.on(placed)
         return inner.update(updates, state, params, **extra)
 

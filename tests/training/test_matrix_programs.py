@@ -264,3 +264,8 @@ def test_behind_a_gate_arrays_travel_if_it_lets_them(name, make, axis_type):
     assert {kind for kind, _ in seldom} == {"all-to-all"}
     assert len(always) <= 4
     assert sum(size for _, size in always) <= (arrays / 8 + 0.01) * trial.size
+
+
+def test_few_entries_on_explicit_axes():
+    """No core needs them, but explicit axes multiply no parts."""
+    run(lambda t: each(step, t), {"a": (8, 4)}, {"a": P("x")}, AxisType.Explicit)
