@@ -529,10 +529,9 @@ def test_equals_multi_steps(inner, skip):
 
 def after(tx, params, *pushes):
     """Parameters and state after these pushes: a gradient, and extra arguments."""
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
     state = jax.jit(tx.init)(params)
     for g, extra in pushes:
-        params, state = step(g, state, params, **extra)
+        params, state = gx.apply_gradients(tx, g, state, params, **extra)
     return params, state
 
 
