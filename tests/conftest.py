@@ -80,7 +80,7 @@ def pytest_collection_finish():
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 50)
+    gc.set_threshold(20_000, 10, 10)
 
 
 def is_long(item):
@@ -202,6 +202,7 @@ def cluster():
         warnings.simplefilter("ignore")  # That JAX and Ray's forks do not get along.
         before = signal.getsignal(signal.SIGTERM)
         ray.init(
+            address="local",  # Not a cluster that somebody else has started here.
             num_cpus=8,
             include_dashboard=False,
             log_to_driver=False,

@@ -22,6 +22,7 @@ from benchmarks import (
     fits,
     host_check,
     largest,
+    matrices,
     measure,
     models,
     schedule,
@@ -376,6 +377,27 @@ def test_compiling_is_measured(monkeypatch):
         assert line["name"].startswith("three: ")
         assert line["first s"] >= line["trace s"] + line["compile s"] - 0.002
     assert lines[0]["equations"] == 0 < lines[1]["equations"]
+
+
+@pytest.mark.figures
+@pytest.mark.usefixtures("standard_promotion")
+def test_optimizers_of_matrices_are_compared(tmp_path, monkeypatch, capsys):
+    """On eight devices that are there, in the place of v5e's chips."""
+    here = np.array(jax.devices()).reshape(4, 2)
+    monkeypatch.setattr(matrices, "chips", lambda _: here)
+    monkeypatch.setattr(matrices, "LAYERS", 8)
+    monkeypatch.setattr(matrices, "WIDTH", 16)
+    path = tmp_path / "matrices.json"
+    options = "--only", "normuon, a stack", "--json", str(path)
+    monkeypatch.setattr(sys, "argv", ["matrices", *options])
+    matrices.main()
+    assert capsys.readouterr().out.startswith("8 layers of width 16, on 4 x 4")
+    (line,) = json.loads(path.read_text())["rows"]
+    assert line["collectives"] == 2
+    assert line["traffic"] == 2 / 8
+    assert line["XLA collectives"] > 2
+    assert line["XLA traffic"] > 2 / 8
+    assert line["explicit"] == "ShardingTypeError"
 
 
 @pytest.mark.slow

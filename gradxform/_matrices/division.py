@@ -10,8 +10,9 @@ entries that decides in a branch: then all know which arrays travel.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 from gradxform._jax import jaxprs, programs
 from gradxform._jax.versions import Op
 from gradxform._matrices import nested, unplaced
+from gradxform._matrices.cores import is_of_matrices
 from gradxform._matrices.loops import Loop
 from gradxform._matrices.owners import Nobody, Owner, Owners, is_number
 from gradxform._slices.rules import shape_of
@@ -34,6 +36,8 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     An argument of fewer entries than ``few`` belongs to none. ``owners`` are those of
     the program, if they are known.
     """
+    from jax.extend import source_info_util
+
     eqns = [eqn for eqn in jaxprs.all_equations(closed.jaxpr) if _may_tie(eqn)]
     if not eqns:
         return closed
@@ -46,16 +50,17 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
         return len(large - {Nobody.FREE}) > 1
 
     tied = {id(eqn) for eqn in eqns if is_tied(eqn)}
-    if not tied and not any(map(_decides_inside, eqns)):
+    if not tied and not any(map(_is_nested_or_stacked, eqns)):
         return closed
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
         is_tied = id(eqn) in tied
         if branch := _of_all_platforms(eqn):
             return _gone_into(branch, inputs[1:], few) if is_tied else None
-        if name == Op.COND and (is_tied or _decides_inside(eqn)):
-            groups = _by_owner(eqn.outvars, owners) if is_tied else None
-            return _conditionals(eqn, inputs, groups, few)
+        if name == Op.COND and (is_tied or _is_nested_or_stacked(eqn)):
+            # What is refused later is named by the line of the user's conditional.
+            with source_info_util.user_context(eqn.source_info.traceback):
+                return _conditionals(eqn, inputs, owners, few, is_tied)
         if not is_tied:
             return None
         if name == Op.BARRIER:
@@ -82,7 +87,7 @@ def _may_tie(eqn: JaxprEqn) -> bool:
     name = jaxprs.name_of(eqn)
     if name == Op.COND:
         is_one = len(eqn.outvars) == 1 and _of_all_platforms(eqn) is None
-        return not is_one or _decides_inside(eqn)
+        return not is_one or _is_nested_or_stacked(eqn)
     if name in _LOOPS or programs.OPERATIONS.get(name) is programs.Runs.ONCE:
         return len(eqn.outvars) > 1
     return name == Op.BARRIER and len(eqn.outvars) > 1
@@ -93,36 +98,49 @@ def _gone_into(closed: ClosedJaxpr, inputs: Sequence[Any], few: int) -> Sequence
     return jaxprs.run(inside.jaxpr, [*inside.consts, *inputs])
 
 
-def _decides_inside(eqn: JaxprEqn) -> bool:
-    """Whether a conditional has another one in a branch."""
+def _is_nested_or_stacked(eqn: JaxprEqn) -> bool:
+    """Whether a conditional has another one in a branch, or makes a stack."""
     if jaxprs.name_of(eqn) != Op.COND:
         return False
+    if any(map(_is_stack, eqn.outvars)):
+        return True
     return any(jaxprs.anywhere(x.jaxpr, Op.COND) for x in eqn.params["branches"])
 
 
-def _owners(closed: ClosedJaxpr, few: int) -> Owners:
+def _is_stack(x: Var | Literal) -> bool:
+    """Whether it may have several matrices."""
+    return len(shape_of(x)) > 2
+
+
+def _owners(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> Owners:
+    """``whose`` are the owners of arguments, if they are known."""
     jaxpr = closed.jaxpr
+    together = [
+        [jaxpr.invars[k] for k in members]
+        for members in _by_owner(whose)
+        if not isinstance(whose[members[0]], Nobody)
+    ]
     known = [x for x in jaxpr.invars if math.prod(shape_of(x)) < few]
     free = {*known, *jaxpr.constvars}
     for eqn in jaxprs.all_equations(jaxpr):
         read = filter(jaxprs.is_variable, eqn.invars)
         if free.issuperset(read) and not eqn.effects:
             free.update(eqn.outvars)
-    return Owners(jaxpr, jaxprs.all_equations(jaxpr), free)
+    return Owners(jaxpr, jaxprs.all_equations(jaxpr), free, together)
 
 
-def _by_owner(variables: Iterable[Var], owners: Owners) -> list[list[int]]:
-    """The positions of variables of each owner; numbers are by themselves."""
+def _by_owner(whose: Iterable[Owner]) -> list[list[int]]:
+    """The positions of each owner."""
     found: dict[Owner, list[int]] = {}
-    for k, x in enumerate(variables):
-        owner = Nobody.SEVERAL if is_number(x) else owners.of[x]
+    for k, owner in enumerate(whose):
         found.setdefault(owner, []).append(k)
     return [*found.values()]
 
 
 def _barriers(eqn: JaxprEqn, inputs: list[Any], owners: Owners) -> list[Any]:
     results: list[Any] = [None] * len(inputs)
-    for members in _by_owner(eqn.outvars, owners):
+    whose = (Nobody.SEVERAL if is_number(x) else owners.of[x] for x in eqn.outvars)
+    for members in _by_owner(whose):
         made = jax.lax.optimization_barrier([inputs[k] for k in members])
         for k, x in zip(members, made, strict=True):
             results[k] = x
@@ -151,49 +169,96 @@ def _loops(
 
 
 def _conditionals(
-    eqn: JaxprEqn, inputs: list[Any], groups: list[list[int]] | None, few: int
-) -> list[Any]:
-    """The results of a conditional, by one for each group of some of them."""
+    eqn: JaxprEqn, inputs: list[Any], owners: Owners, few: int, is_tied: bool
+) -> list[Any] | None:
+    """The results of a conditional, by one for each owner of some of them.
+
+    None if it stays as it is.
+    """
     index, *operands = inputs
-    branches = [_Branch(closed, operands, few) for closed in eqn.params["branches"]]
-    groups = groups or [[*range(len(eqn.outvars))]]
-    shared = [branch.shared(groups) for branch in branches]
-    types: list[Any] = [x.aval for found in shared for x in found]
+    outside = [
+        owners.of[x] if jaxprs.is_variable(x) else Nobody.FREE for x in eqn.invars[1:]
+    ]
+    branches = [
+        _Branch(closed, operands, outside, few) for closed in eqn.params["branches"]
+    ]
 
-    def numbers(n: int) -> list[Any]:
-        made = branches[n].results(shared[n], {})
-        zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
-        start = sum(map(len, shared[:n]))
-        return [*zeros[:start], *made, *zeros[start + len(made) :]]
+    def owner(k: int, x: Var) -> Owner:
+        """A number of one parameter, such as the norm of its factor, is in its part."""
+        if not is_number(x):
+            return owners.of[x]
+        found = set().union(*(branch.read_by(k) for branch in branches))
+        return found.pop() if len(found) == 1 else Nobody.SEVERAL
 
-    def part(n: int, members: Sequence[int], known: dict[Var, Any]) -> list[Any]:
-        branch = branches[n]
-        return branch.results([branch.jaxpr.outvars[k] for k in members], known)
+    groups = [[*range(len(eqn.outvars))]]
+    if is_tied:
+        groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
 
     def each(f: Any, *args: Any) -> list[Any]:
         sides = [functools.partial(f, n, *args) for n in range(len(branches))]
         return list(jax.lax.switch(index, sides))
 
-    known: dict[Any, Any] = {}
+    def before(wanted: Sequence[Sequence[Var]]) -> dict[Any, Any]:
+        """Variables of the branch that runs; those of the others are zeros."""
+        types: list[Any] = [x.aval for found in wanted for x in found]
+
+        def made(n: int) -> list[Any]:
+            known = branches[n].results(wanted[n], {})
+            zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
+            start = sum(map(len, wanted[:n]))
+            return [*zeros[:start], *known, *zeros[start + len(known) :]]
+
+        variables = [x for found in wanted for x in found]
+        return dict(zip(variables, each(made), strict=True)) if types else {}
+
+    def part(n: int, members: Sequence[int]) -> list[Any]:
+        branch = branches[n]
+        return branch.results([branch.jaxpr.outvars[k] for k in members], known)
+
+    numbers = [branch.numbers(are_several=len(groups) > 1) for branch in branches]
+    known = before(numbers) | before([branch.drawn() for branch in branches])
     for branch in branches:
         known |= branch.known()
-    if types:
-        variables = [x for found in shared for x in found]
-        known |= zip(variables, each(numbers), strict=True)
+    if not known and len(groups) == 1:
+        return None
     results: list[Any] = [None] * len(eqn.outvars)
     for members in groups:
-        for k, x in zip(members, each(part, members, known), strict=True):
+        for k, x in zip(members, each(part, members), strict=True):
             results[k] = x
     return results
 
 
 class _Branch:
-    """A branch of a conditional, with its operands."""
+    """A branch of a conditional, with its operands and their owners."""
 
-    def __init__(self, closed: ClosedJaxpr, operands: Sequence[Any], few: int) -> None:
-        closed = divided(programs.inlined(closed), few)
-        self.jaxpr, self._consts, self._operands = closed.jaxpr, closed.consts, operands
-        self._owners, self._few = _owners(closed, few), few
+    def __init__(
+        self,
+        closed: ClosedJaxpr,
+        operands: Sequence[Any],
+        outside: Sequence[Owner],
+        few: int,
+    ) -> None:
+        program = programs.inlined(closed)
+        closed = divided(program, few, _owners(program, few, outside))
+        self.jaxpr, self._outside = closed.jaxpr, outside
+        self._owners = _owners(closed, few, outside)
+        self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
+        self._env |= zip(self.jaxpr.invars, operands, strict=True)
+        self._few = few
+        self._operands = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        self._after_matrices: set[Var] = set()
+        for eqn in jaxprs.all_equations(self.jaxpr):
+            if is_of_matrices(eqn) or jaxprs.among(eqn.invars, self._after_matrices):
+                self._after_matrices.update(eqn.outvars)
+
+    def read_by(self, k: int) -> set[Owner]:
+        """The owners of operands that the equations of a result read."""
+        of, result = self._owners.of, self.jaxpr.outvars[k]
+        mine = of[result] if jaxprs.is_variable(result) else Nobody.FREE
+        if isinstance(mine, Nobody):
+            return set() if mine is Nobody.FREE else {mine}
+        pairs = zip(self.jaxpr.invars, self._outside, strict=True)
+        return {owner for x, owner in pairs if of[x] == mine}
 
     def known(self) -> dict[Var, Any]:
         """Few entries that depend on few alone, and that others read.
@@ -201,48 +266,68 @@ class _Branch:
         They are computed before. So all devices know which branch of a conditional
         inside runs, and equal parameters have equal branches, each with its key.
         """
-        inside = {*self.jaxpr.invars, *self.jaxpr.constvars}
-        pairs = zip(
-            jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
-        )
-        read = jaxprs.variables_read(eqn for eqn, of in pairs if of is not Nobody.FREE)
-        decide = [
-            eqn.invars[0]
-            for eqn in jaxprs.all_equations(self.jaxpr)
-            if jaxprs.name_of(eqn) == Op.COND
-        ]
+        read: dict[Var, None] = {}
+        for eqn, owner in self._with_owners():
+            makes_many = any(math.prod(shape_of(x)) >= self._few for x in eqn.outvars)
+            if makes_many or owner is not Nobody.FREE:
+                read.update((x, None) for x in self._made(eqn))
+            elif jaxprs.name_of(eqn) == Op.COND:
+                read.update((x, None) for x in self._made(eqn) if x is eqn.invars[0])
         found = [
             x
-            for x in dict.fromkeys((*read, *filter(jaxprs.is_variable, decide)))
-            if self._owners.of[x] is Nobody.FREE and x not in inside
+            for x in read
+            if self._owners.of[x] is Nobody.FREE
             if math.prod(shape_of(x)) < self._few
         ]
         return dict(zip(found, self.results(found, {}), strict=True))
 
-    def shared(self, groups: Sequence[Sequence[int]]) -> list[Var]:
-        """The numbers that parts of several owners read, or one of another owner."""
+    def numbers(self, are_several: bool) -> list[Var]:
+        """The numbers that parts of several owners read, or one of another owner.
+
+        And those of a whole stack, such as its norm: they mix its matrices.
+        """
         found: dict[Var, None] = {}
-        for eqn, owner in zip(
-            jaxprs.all_equations(self.jaxpr), self._owners.equations, strict=True
-        ):
-            for x in filter(jaxprs.is_variable, eqn.invars):
+        for eqn, owner in self._with_owners():
+            of_stack = any(map(_is_stack, eqn.outvars))
+            for x in filter(is_number, self._made(eqn)):
                 of = self._owners.of[x]
-                is_made = x not in self.jaxpr.invars
-                if is_number(x) and of not in (owner, Nobody.FREE) and is_made:
+                is_shared = are_several and of != owner
+                is_whole = of_stack and x not in self._after_matrices
+                if of is not Nobody.FREE and (is_shared or is_whole):
                     found[x] = None
-        return [x for x in found if len(groups) > 1]
+        return [*found]
+
+    def drawn(self) -> list[Var]:
+        """The random numbers of a whole stack: those of each matrix have no key."""
+        found: dict[Var, None] = {}
+        random: set[Var] = set()
+        for eqn, owner in self._with_owners():
+            read = [x for x in self._made(eqn) if x in random]
+            if owner is not Nobody.FREE:
+                found.update((x, None) for x in read if _is_stack(x))
+            elif read or jaxprs.name_of(eqn) == Op.RANDOM_BITS:
+                random.update(eqn.outvars)
+        return [*found]
+
+    def _with_owners(self) -> Iterator[tuple[JaxprEqn, Owner]]:
+        eqns = jaxprs.all_equations(self.jaxpr)
+        return zip(eqns, self._owners.equations, strict=True)
+
+    def _made(self, eqn: JaxprEqn) -> Iterator[Var]:
+        """The variables of this branch that an equation reads."""
+        read = filter(jaxprs.is_variable, eqn.invars)
+        return (x for x in read if x not in self._operands)
 
     def results(
         self, wanted: Sequence[Var | Literal], known: dict[Var, Any]
     ) -> list[Any]:
         """Some of its variables, if some are known."""
+        env = self._env | known
         eqns = [
             eqn
             for eqn in jaxprs.all_equations(self.jaxpr)
-            if not known.keys() & {*eqn.outvars}
+            if env.keys().isdisjoint(eqn.outvars)
         ]
-        env = dict(zip(self.jaxpr.constvars, self._consts, strict=True)) | known
-        env |= zip(self.jaxpr.invars, self._operands, strict=True)
         jaxprs.advance(jaxprs.needed(eqns, wanted), env)
         pairs = zip(wanted, jaxprs.read(env, wanted), strict=True)
         return [jaxprs.as_array(x, of) for of, x in pairs]

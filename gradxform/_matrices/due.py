@@ -153,6 +153,8 @@ def _of(number: Hashable, branches: Sequence[Condition]) -> Condition:
 
 def holds(condition: Condition, numbers: Mapping[Hashable, jax.Array]) -> jax.Array:
     """Whether a condition holds, where numbers have these values."""
+    if condition == NEVER:  # A result that no branch changes.
+        return jnp.zeros((), bool)
     paths = [
         jnp.stack([numbers[k].astype("int32") == n for k, n in sorted(path, key=str)])
         for path in condition

@@ -66,19 +66,33 @@ class Owners:
     """
 
     def __init__(
-        self, jaxpr: Jaxpr, eqns: Sequence[JaxprEqn], free: Collection[Var]
+        self,
+        jaxpr: Jaxpr,
+        eqns: Sequence[JaxprEqn],
+        free: Collection[Var],
+        together: Iterable[Sequence[Var]] = (),
     ) -> None:
-        """Finds them; ``free`` variables depend on few entries alone."""
+        """Finds them.
+
+        Args:
+          jaxpr: the program.
+          eqns: those of its equations that count.
+          free: variables that depend on few entries alone.
+          together: variables of one owner, as somebody knows.
+        """
         self._sets = Sets()
         self._free: set[tuple[Scope, Var | Literal]] = {((), x) for x in free}
         self._joining: list[tuple[Scope, JaxprEqn]] = []
+        for variables in together:
+            self._join_all(variables, ())
         self._join(eqns, ())
         for scope, eqn in self._joining:
             parts = self._large(eqn.invars, scope)
             if len(set(map(self._sets.find, parts))) == 1:
                 self._sets.join([*parts, *self._large(eqn.outvars, scope)])
-        variables = [*jaxpr.invars, *jaxpr.constvars]
-        self.of: dict[Var, Owner] = {x: self._alone(x) for x in variables}
+        arguments = [*jaxpr.invars, *jaxpr.constvars]
+        self._of_arguments = set(map(self._alone, arguments))
+        self.of: dict[Var, Owner] = {x: self._alone(x) for x in arguments}
         self.equations = [self._owner(eqn) for eqn in eqns]
 
     def _large(self, atoms: Iterable[Var | Literal], scope: Scope) -> list[Hashable]:
@@ -134,6 +148,12 @@ class Owners:
         read.discard(Nobody.FREE)
         large = {self._alone(x) for x in eqn.outvars if not is_number(x)}
         large.discard(Nobody.FREE)
+        others = read - large
+        is_new = large.isdisjoint(self._of_arguments)
+        if len(others) == 1 and is_new and Nobody.SEVERAL not in others:
+            # It is made of numbers of one parameter, such as a norm of each factor.
+            self._sets.join([*others, *large])
+            large = others
         found = large or read or {Nobody.FREE}
         owner = next(iter(found)) if len(found) == 1 else Nobody.SEVERAL
         for x in eqn.outvars:

@@ -1,4 +1,4 @@
-"""Muon on the chips of v5e: what travels, and the temporaries, by the TPU compiler."""
+"""Whole matrices on the chips of v5e: traffic and temporaries by the TPU compiler."""
 
 import functools
 
@@ -9,7 +9,8 @@ from jax.sharding import AxisType
 pytest.importorskip("libtpu", reason="needs the TPU compiler: pip install -e '.[tpu]'")
 
 from benchmarks import pod
-from benchmarks.matrices import leaves, stack, step, transformer
+from benchmarks.matrices import apart, leaves, stack, step, transformer
+from tests.training.matrix_optimizers import ALL
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -58,3 +59,37 @@ def test_fewer_temporaries_than_without(name, share):
     ours, theirs = (compiled(name, wrap=wrap)[0] for wrap in (True, False))
     ours, theirs = (x.memory_analysis().temp_size_in_bytes for x in (ours, theirs))
     assert ours <= share * theirs
+
+
+@pytest.mark.parametrize("axis_type", [AUTOMATIC, EXPLICIT], ids=["auto", "explicit"])
+@pytest.mark.parametrize("name", ALL)
+def test_the_state_of_a_stack_does_not_travel(name, axis_type):
+    model, _ = stack(16, 128)
+    program, size = step(model, ALL[name](), (4, 4), axis_type, wrap=True)
+    found = pod.collectives(program.as_text())
+    assert pod.by_kind(found) == "2 all-to-all"
+    assert pod.nbytes(found) <= (2 / 16 + 0.01) * size
+
+
+# Each matrix and its state travel there, the update and moments back. One axis of the
+# mesh cuts a factor, so its four copies get a quarter of it each. All branches of
+# conditionals count.
+OF_LEAVES = {"soap": 7 / 16 + 3 / 16 + 4 / 4, "one-sided": 4 / 16 + 2 / 16 + 2 / 4}
+
+
+@pytest.mark.parametrize("name", OF_LEAVES)
+def test_the_state_of_leaves_travels_once(name):
+    program, size = step(apart(16, 128), ALL[name](), (4, 4), AUTOMATIC, wrap=True)
+    found = pod.collectives(program.as_text())
+    assert pod.by_kind(found) == f"{found.total()} all-to-all"
+    assert pod.nbytes(found) <= (OF_LEAVES[name] + 0.1) * size
+
+
+@pytest.mark.parametrize("name", ["soap", "shampoo", "kron"])
+def test_fewer_temporaries_than_without_it(name):
+    model, _ = stack(16, 256)
+    ours, theirs = (
+        step(model, ALL[name](), (4, 4), AUTOMATIC, wrap)[0] for wrap in (True, False)
+    )
+    ours, theirs = (x.memory_analysis().temp_size_in_bytes for x in (ours, theirs))
+    assert ours <= 0.85 * theirs

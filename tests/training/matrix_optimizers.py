@@ -145,6 +145,79 @@ def at_once(every=2):
     return optax.GradientTransformation(init, update)
 
 
+def fitted_at_once(every=2):
+    """Two factors of each matrix, fitted as packages do: in one conditional for all.
+
+    Its branch divides a key, draws a probe for each leaf, also of a whole stack, and
+    makes a number of each factor and of an array of such. A conditional inside of it
+    balances the factors of each matrix.
+    """
+
+    def each(f, *arrays):
+        return (jax.vmap(f) if arrays[0].ndim > 2 else f)(*arrays)
+
+    def init(params):
+        def eyes(p):
+            return tuple(
+                jnp.broadcast_to(jnp.eye(n), (*p.shape[:-2], n, n))
+                for n in p.shape[-2:]
+            )
+
+        sizes = jax.tree.map(lambda p: jnp.zeros(p.shape[:-2]), params)
+        factors = jax.tree.map(eyes, params)
+        return State(jnp.zeros((), jnp.int32), jax.random.key(0), (factors, sizes))
+
+    def fit(g, q, r, size):
+        a = q @ g @ r.T
+        left, right = a @ a.T, a.T @ a
+        largest = jnp.max(jnp.stack([jnp.max(jnp.abs(left)), size]))
+        rate = 0.1 / largest
+        return q - rate * left @ q, r - rate * right @ r, largest
+
+    def balance(q, r):
+        sizes = jnp.stack([jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r))])
+        scales = jnp.sqrt(jnp.prod(sizes)) / sizes
+        return q * scales[0], r * scales[1]
+
+    def update(updates, state, params=None):
+        del params
+        flat, treedef = jax.tree.flatten(updates)
+        factors, sizes = map(treedef.flatten_up_to, state.leaves)
+        key, now = jax.random.split(state.key)
+
+        def fitted(key, factors, sizes):
+            new, new_sizes = [], []
+            keys = jax.random.split(key, len(flat))
+            for g, both, size, k in zip(flat, factors, sizes, keys, strict=True):
+                damping = 0.1 * jnp.mean(jnp.abs(g))
+                noisy = g + damping * jax.random.normal(k, g.shape)
+                *made, size_now = each(fit, noisy, *both, size)
+                new.append(tuple(made))
+                new_sizes.append(size_now)
+            new = jax.lax.cond(
+                jax.random.uniform(key) < 0.5,
+                lambda new: [each(balance, *both) for both in new],
+                lambda new: new,
+                new,
+            )
+            return new, new_sizes
+
+        factors, sizes = jax.lax.cond(
+            state.count % every == 0,
+            fitted,
+            lambda _, factors, sizes: (factors, sizes),
+            *(now, factors, sizes),
+        )
+        made = [
+            each(lambda g, q, r: -0.1 * q.T @ (q @ g @ r.T) @ r, g, *both)
+            for g, both in zip(flat, factors, strict=True)
+        ]
+        new = treedef.unflatten(factors), treedef.unflatten(sizes)
+        return treedef.unflatten(made), State(state.count + 1, key, new)
+
+    return optax.GradientTransformation(init, update)
+
+
 def root_by_eigh(x):
     w, v = jnp.linalg.eigh(x)
     return (v * w ** (-1 / 4)) @ v.T
