@@ -602,7 +602,7 @@ class _Part:
                 of = due.kept(x, [eqn], numbers, arguments)
                 changed.append(due.ALWAYS if of.operand is None else of.changed)
                 kept.update([x] if of.operand is not None else ())
-            conditions = due.read(eqn, changed, numbers)
+            conditions = due.of_operands(eqn, changed, numbers)
             for operand, condition in zip(eqn.invars, conditions, strict=True):
                 if jaxprs.is_variable(operand) and condition != due.ALWAYS:
                     read.add((operand, k))

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Literal, Var
 
 # Branches that run together: the number that chooses one, and that of the branch.
-Path: TypeAlias = frozenset[tuple[int, int]]
-# When something is needed: if all branches of one of its paths run.
-Condition: TypeAlias = frozenset[Path]
+Chosen: TypeAlias = frozenset[tuple[int, int]]
+# When something is needed: if all chosen branches of one of these run.
+Condition: TypeAlias = frozenset[Chosen]
 ALWAYS: Condition = frozenset([frozenset()])
 NEVER: Condition = frozenset()
 
@@ -39,7 +39,7 @@ class Kept(NamedTuple):
     changed: Condition
 
 
-def needed(
+def of_variables(
     eqns: Sequence[JaxprEqn],
     wanted: Mapping[Var, Condition],
     numbers: Mapping[Var, int],
@@ -54,13 +54,14 @@ def needed(
     found = dict(wanted)
     for eqn in reversed(eqns):
         made = [found.get(x, NEVER) for x in eqn.outvars]
-        for x, condition in zip(eqn.invars, read(eqn, made, numbers), strict=True):
+        conditions = of_operands(eqn, made, numbers)
+        for x, condition in zip(eqn.invars, conditions, strict=True):
             if jaxprs.is_variable(x):
                 found[x] = _any([found.get(x, NEVER), condition])
     return found
 
 
-def read(
+def of_operands(
     eqn: JaxprEqn, made: Sequence[Condition], numbers: Mapping[Var, int]
 ) -> list[Condition]:
     """When the operands of an equation are needed, if its results are."""
@@ -74,7 +75,7 @@ def read(
                 before = wanted.get(x, NEVER)
                 wanted[x] = _any([before, _within(condition, number, n)])
         known = _inside(eqn, n, numbers)
-        found = needed(jaxprs.all_equations(jaxpr), wanted, known)
+        found = of_variables(jaxprs.all_equations(jaxpr), wanted, known)
         branches.append([found.get(x, NEVER) for x in jaxpr.invars])
     return [_any(made), *(_of(number, each) for each in zip(*branches, strict=True))]
 

@@ -266,7 +266,7 @@ def _conditions(
         kept = due.kept(x, eqns, numbers, position)
         if kept.operand is not None and like.reads[position[kept.operand]] == of:
             wanted[x], operands[x] = kept.changed, position[kept.operand]
-    needed = due.needed(eqns, wanted, numbers)
+    needed = due.of_variables(eqns, wanted, numbers)
     found = [c for x in position if (c := needed.get(x, due.NEVER)) != due.ALWAYS]
     found += [wanted[x] for x in operands]
     conditions = [*dict.fromkeys(found)]
