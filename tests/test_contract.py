@@ -601,6 +601,7 @@ def cleared(state):
     return jax.tree.map(clear, state, is_leaf=is_sum)
 
 
+@pytest.mark.quick_case("adagrad")
 @in_turn(2)
 def test_half_precision_is_single_precision_rounded(row, compiled):
     """An ulp of the same step in float32, without jit, where each operation rounds.

@@ -84,7 +84,7 @@ def test_the_imaginary_parts_of_micro_batches_are_added_up():
     def after_two(tx):
         state, grads = tx.init(jnp.zeros(1, complex)), jnp.array([1 + 1j])
         for _ in range(2):
-            updates, state = tx.update(grads, state)
+            updates, state = jax.jit(tx.update)(grads, state)
         return updates
 
     if optax.__version__ >= "0.2.8":  # Before, it did the same as ours.

@@ -116,7 +116,8 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
                 for x, value in zip(inner.jaxpr.constvars, inner.consts, strict=True):
                     constants[x] = value
                 names.update(zip(inner.jaxpr.invars, named(eqn.invars), strict=True))
-                enter(inner.jaxpr.eqns, stack.extend(eqn.params["name"]), True)
+                stack = stack.extend(eqn.params["name"])
+                enter(jaxprs.all_equations(inner.jaxpr), stack, True)
                 made = named(inner.jaxpr.outvars)
                 names.update(zip(eqn.outvars, made, strict=True))
                 continue
@@ -130,7 +131,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
             )
 
     jaxpr = closed.jaxpr
-    enter(jaxpr.eqns, source_info_util.new_name_stack(), False)
+    enter(jaxprs.all_equations(jaxpr), source_info_util.new_name_stack(), False)
     jaxpr = jaxpr.replace(
         constvars=[*constants], outvars=named(jaxpr.outvars), eqns=eqns
     )

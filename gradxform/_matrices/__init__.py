@@ -3,6 +3,8 @@
 - ``whole_matrices``: the transformation, and its plan for a traced update.
 - ``unplaced``: a traced update without its mesh.
 - ``division``: conditionals of several parameters, divided.
+- ``loops``: loops of several parameters, divided.
+- ``due``: in which branches of a conditional an array is needed.
 - ``owners``: which equations of an update belong to one parameter.
 - ``nested``: programs inside of an equation, and which of their variables are which.
 - ``axes``: along which axes matrices stand alone.

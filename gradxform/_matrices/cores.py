@@ -33,7 +33,14 @@ from gradxform._matrices import due, equality, unplaced
 from gradxform._matrices.axes import Followed, MixedError
 from gradxform._matrices.boundary import NEVER, Graph
 from gradxform._matrices.exchange import Axes
-from gradxform._matrices.owners import Nobody, Owner, Owners, Sets, is_number
+from gradxform._matrices.owners import (
+    Nobody,
+    Owner,
+    Owners,
+    Sets,
+    is_integer,
+    is_number,
+)
 from gradxform._matrices.placements import Names
 from gradxform._slices import rules
 from gradxform._slices.rules import Along, shape_of
@@ -239,7 +246,10 @@ class TracedUpdate:
 
     def __init__(self, closed: ClosedJaxpr) -> None:
         """Finds to whom its equations belong."""
-        self.equations = jaxprs.equations(closed.jaxpr)
+        self.jaxpr, self.equations = closed.jaxpr, jaxprs.equations(closed.jaxpr)
+        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
+        self.free = self.made_of([*few, *self.jaxpr.constvars])
+        self._merge(closed.consts)
         self.jaxpr = closed.jaxpr.replace(eqns=self.equations)
         self.closed = closed.replace(jaxpr=self.jaxpr, consts=closed.consts)
         self.made_by: dict[Var, int] = {}
@@ -250,24 +260,21 @@ class TracedUpdate:
                 self.read_by.setdefault(x, []).append(index)
         for x in filter(jaxprs.is_variable, self.jaxpr.outvars):
             self.read_by.setdefault(x, []).append(-1)
-        few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
-        self.free = self.made_of([*few, *self.jaxpr.constvars])
         self.owners = Owners(self.jaxpr, self.equations, self.free)
-        self._consts = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
 
-    @functools.cached_property
-    def canonical(self) -> dict[Var, Var]:
-        """For a free variable one that is equal to it."""
+    def _merge(self, consts: Sequence[Any]) -> None:
+        """Of equal free variables, and of equal integers, equations read one."""
         found: dict[Var, Var] = {}
         known: dict[Hashable, Var] = {}
-        for x in self.jaxpr.constvars:
-            found[x] = known.setdefault(equality.of_value(self._consts[x]), x)
-        for eqn in self.equations:
-            if self.free.issuperset(eqn.outvars):
-                key = equality.of_equation(eqn, lambda x: found.get(x, x))
+        for x, value in zip(self.jaxpr.constvars, consts, strict=True):
+            found[x] = known.setdefault(equality.of_value(value), x)
+        for n, before in enumerate(self.equations):
+            eqn = self.equations[n] = _renamed(before, found)
+            is_free = self.free.issuperset(eqn.outvars)
+            if is_free or (not eqn.effects and all(map(is_integer, eqn.outvars))):
+                key = equality.of_equation(eqn, lambda x: x)
                 for k, x in enumerate(eqn.outvars):
                     found[x] = known.setdefault((key, k), x)
-        return found
 
     @functools.cached_property
     def of_matrices(self) -> dict[Owner, list[int]]:
@@ -484,8 +491,7 @@ class _Part:
         cls, update: TracedUpdate, owner: Owner, indices: Sequence[int], lying: Lying
     ) -> _Part:
         """The part with these equations."""
-        canonical = update.canonical
-        own = [_renamed(update.equations[n], canonical) for n in indices]
+        own = [update.equations[n] for n in indices]
         pulled = set[int]()
         waiting = jaxprs.variables_read(own)
         while waiting:
@@ -494,10 +500,9 @@ class _Part:
             is_large = math.prod(shape_of(x)) >= FEW
             if n >= 0 and n not in pulled and x in update.free and is_large:
                 pulled.add(n)
-                eqn = _renamed(update.equations[n], canonical)
-                waiting += filter(jaxprs.is_variable, eqn.invars)
+                waiting += filter(jaxprs.is_variable, update.equations[n].invars)
         order = [*sorted(pulled), *indices]
-        eqns = [_renamed(update.equations[n], canonical) for n in sorted(pulled)] + own
+        eqns = [update.equations[n] for n in order]
         position = {n: k for k, n in enumerate(order)}
         made = {x: None for eqn in eqns for x in eqn.outvars}
         read = [x for x in jaxprs.variables_read(eqns) if x not in made]
@@ -584,8 +589,8 @@ class _Part:
         Those that it reads, with its position, and those that it makes.
         """
         made = {x for k in self._own for x in self.equations[k].outvars}
-        numbers = {x: x for x in self.variables if is_number(x) and x not in made}
-        arguments = {x for x in self.variables if x not in made}
+        arguments = [x for x in self.variables if x not in made]
+        numbers = {x: k for k, x in enumerate(arguments) if is_number(x)}
         read: set[tuple[Var, int]] = set()
         kept: set[Var] = set()
         for k in self._own:
@@ -597,7 +602,7 @@ class _Part:
                 of = due.kept(x, [eqn], numbers, arguments)
                 changed.append(due.ALWAYS if of.operand is None else of.changed)
                 kept.update([x] if of.operand is not None else ())
-            conditions = due.read(eqn, changed, numbers)
+            conditions = due.of_operands(eqn, changed, numbers)
             for operand, condition in zip(eqn.invars, conditions, strict=True):
                 if jaxprs.is_variable(operand) and condition != due.ALWAYS:
                     read.add((operand, k))
@@ -629,14 +634,16 @@ class _Part:
         self, axes: Mapping[Var, Axes], merged: set[Var], mixing: set[int], count: int
     ) -> tuple[frozenset[int], list[Var]]:
         """The positions of equations inside, and the state that lies there."""
-        graph, none = Graph(), (None,) * count
+        graph, none, after = Graph(), (None,) * count, self._after_matrices()
         made = {x: k for k, eqn in enumerate(self.equations) for x in eqn.outvars}
         state: dict[Var, Hashable] = {}
-        for k in range(len(self.equations)):
+        for k, eqn in enumerate(self.equations):
             if k in mixing:
                 graph.edge(k, graph.outside, NEVER)
             elif k in self._of_matrices:
                 graph.edge(graph.inside, k, NEVER)
+            elif k in after and all(map(is_number, (*eqn.invars, *eqn.outvars))):
+                graph.edge(k, graph.outside, 1)  # A sum begins with the first leaf.
         for x, new in self.new.items():
             of_x = axes.get(x, none)
             may = of_x == axes.get(new, none) and not {x, new} & merged
@@ -651,7 +658,6 @@ class _Part:
             if answer is None:
                 graph.edge(graph.inside, node, NEVER)
         new_of = {new: state[x] for x, new in self.new.items() if x in state}
-        after = self._after_matrices()
         latency = _SHARE * min(1 << 14, nbytes(self.lead) // 4)
         for k in after:
             if jaxprs.name_of(self.equations[k]) in versions.REDUCTIONS:
@@ -683,6 +689,8 @@ _SHARE = 1 << 12
 
 def _renamed(eqn: JaxprEqn, names: Mapping[Var, Var]) -> JaxprEqn:
     """The same equation of other variables."""
+    if not jaxprs.among(eqn.invars, names):
+        return eqn
     atoms: list[Var | Literal] = [
         names.get(x, x) if jaxprs.is_variable(x) else x for x in eqn.invars
     ]

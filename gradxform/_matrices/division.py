@@ -203,10 +203,10 @@ def _conditionals(
         types: list[Any] = [x.aval for found in wanted for x in found]
 
         def made(n: int) -> list[Any]:
-            known = branches[n].results(wanted[n], {})
+            found = branches[n].results(wanted[n], known)
             zeros = [jnp.zeros(t.shape, t.dtype) for t in types]
             start = sum(map(len, wanted[:n]))
-            return [*zeros[:start], *known, *zeros[start + len(known) :]]
+            return [*zeros[:start], *found, *zeros[start + len(found) :]]
 
         variables = [x for found in wanted for x in found]
         return dict(zip(variables, each(made), strict=True)) if types else {}
@@ -215,10 +215,15 @@ def _conditionals(
         branch = branches[n]
         return branch.results([branch.jaxpr.outvars[k] for k in members], known)
 
-    numbers = [branch.numbers(are_several=len(groups) > 1) for branch in branches]
-    known = before(numbers) | before([branch.drawn() for branch in branches])
+    known: dict[Any, Any] = {}
     for branch in branches:
-        known |= branch.known()
+        known.update(branch.known())
+    known.update(before([branch.drawn() for branch in branches]))
+    numbers = [branch.numbers(are_several=len(groups) > 1) for branch in branches]
+    known.update(before([first for first, _ in numbers]))
+    for n, (_, others) in enumerate(numbers):
+        for x in others:
+            known.update(before([[x] if k == n else [] for k in range(len(branches))]))
     if not known and len(groups) == 1:
         return None
     results: list[Any] = [None] * len(eqn.outvars)
@@ -246,8 +251,10 @@ class _Branch:
         self._env |= zip(self.jaxpr.invars, operands, strict=True)
         self._few = few
         self._operands = {*self.jaxpr.invars, *self.jaxpr.constvars}
+        self._makers: dict[Var, JaxprEqn] = {}
         self._after_matrices: set[Var] = set()
         for eqn in jaxprs.all_equations(self.jaxpr):
+            self._makers |= dict.fromkeys(eqn.outvars, eqn)
             if is_of_matrices(eqn) or jaxprs.among(eqn.invars, self._after_matrices):
                 self._after_matrices.update(eqn.outvars)
 
@@ -281,10 +288,11 @@ class _Branch:
         ]
         return dict(zip(found, self.results(found, {}), strict=True))
 
-    def numbers(self, are_several: bool) -> list[Var]:
+    def numbers(self, are_several: bool) -> tuple[list[Var], list[Var]]:
         """The numbers that parts of several owners read, or one of another owner.
 
-        And those of a whole stack, such as its norm: they mix its matrices.
+        And those of a whole stack, such as its norm: they mix its matrices. Then those
+        that need products of matrices, which come one after another.
         """
         found: dict[Var, None] = {}
         for eqn, owner in self._with_owners():
@@ -294,8 +302,21 @@ class _Branch:
                 is_shared = are_several and of != owner
                 is_whole = of_stack and x not in self._after_matrices
                 if of is not Nobody.FREE and (is_shared or is_whole):
-                    found[x] = None
-        return [*found]
+                    found |= dict.fromkeys(self._of_arrays(x) if is_shared else [x])
+        after = [x for x in found if x in self._after_matrices]
+        return [x for x in found if x not in self._after_matrices], after
+
+    def _of_arrays(self, x: Var) -> list[Var]:
+        """The numbers of arrays of one parameter, of which others make this one.
+
+        A sum of such numbers begins with one of them, and each is computed alike.
+        """
+        if x in self._operands or self._owners.of[x] is Nobody.FREE:
+            return []
+        read = [*filter(jaxprs.is_variable, self._makers[x].invars)]
+        if self._owners.of[x] is Nobody.SEVERAL or not all(map(is_number, read)):
+            return [x]
+        return [y for of in read for y in self._of_arrays(of)]
 
     def drawn(self) -> list[Var]:
         """The random numbers of a whole stack: those of each matrix have no key."""

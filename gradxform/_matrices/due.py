@@ -7,7 +7,7 @@ operand in the other branches need not go back: it lies there already.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import jax
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from jax.extend.core import JaxprEqn, Literal, Var
 
 # Branches that run together: the number that chooses one, and that of the branch.
-Path: TypeAlias = frozenset[tuple[Hashable, int]]
-# When something is needed: if all branches of one of its paths run.
-Condition: TypeAlias = frozenset[Path]
+Chosen: TypeAlias = frozenset[tuple[int, int]]
+# When something is needed: if all chosen branches of one of these run.
+Condition: TypeAlias = frozenset[Chosen]
 ALWAYS: Condition = frozenset([frozenset()])
 NEVER: Condition = frozenset()
 
@@ -39,29 +39,30 @@ class Kept(NamedTuple):
     changed: Condition
 
 
-def needed(
+def of_variables(
     eqns: Sequence[JaxprEqn],
     wanted: Mapping[Var, Condition],
-    numbers: Mapping[Var, Hashable],
+    numbers: Mapping[Var, int],
 ) -> dict[Var, Condition]:
     """When variables are needed.
 
     Args:
       eqns: what reads and makes them.
       wanted: when some of them are.
-      numbers: names of numbers that are known before.
+      numbers: for numbers that are known before what stands for each.
     """
     found = dict(wanted)
     for eqn in reversed(eqns):
         made = [found.get(x, NEVER) for x in eqn.outvars]
-        for x, condition in zip(eqn.invars, read(eqn, made, numbers), strict=True):
+        conditions = of_operands(eqn, made, numbers)
+        for x, condition in zip(eqn.invars, conditions, strict=True):
             if jaxprs.is_variable(x):
                 found[x] = _any([found.get(x, NEVER), condition])
     return found
 
 
-def read(
-    eqn: JaxprEqn, made: Sequence[Condition], numbers: Mapping[Var, Hashable]
+def of_operands(
+    eqn: JaxprEqn, made: Sequence[Condition], numbers: Mapping[Var, int]
 ) -> list[Condition]:
     """When the operands of an equation are needed, if its results are."""
     if (number := number_of(eqn, numbers)) is None:
@@ -74,7 +75,7 @@ def read(
                 before = wanted.get(x, NEVER)
                 wanted[x] = _any([before, _within(condition, number, n)])
         known = _inside(eqn, n, numbers)
-        found = needed(jaxprs.all_equations(jaxpr), wanted, known)
+        found = of_variables(jaxprs.all_equations(jaxpr), wanted, known)
         branches.append([found.get(x, NEVER) for x in jaxpr.invars])
     return [_any(made), *(_of(number, each) for each in zip(*branches, strict=True))]
 
@@ -82,7 +83,7 @@ def read(
 def kept(
     x: Var | Literal,
     eqns: Sequence[JaxprEqn],
-    numbers: Mapping[Var, Hashable],
+    numbers: Mapping[Var, int],
     operands: Collection[Var],
 ) -> Kept:
     """What a result is in branches that do not change it."""
@@ -109,16 +110,14 @@ def kept(
     return Kept(of.pop(), _of(number, [each.changed for each in found]))
 
 
-def number_of(eqn: JaxprEqn, numbers: Mapping[Var, Hashable]) -> Hashable | None:
+def number_of(eqn: JaxprEqn, numbers: Mapping[Var, int]) -> int | None:
     """The number that chooses the branch of a conditional, if it is known."""
     if jaxprs.name_of(eqn) != Op.COND or not jaxprs.is_variable(eqn.invars[0]):
         return None
     return numbers.get(eqn.invars[0])
 
 
-def _inside(
-    eqn: JaxprEqn, branch: int, numbers: Mapping[Var, Hashable]
-) -> dict[Var, Hashable]:
+def _inside(eqn: JaxprEqn, branch: int, numbers: Mapping[Var, int]) -> dict[Var, int]:
     """The numbers that are known in a branch."""
     inside = eqn.params["branches"][branch].jaxpr.invars
     pairs = zip(inside, eqn.invars[1:], strict=True)
@@ -131,7 +130,7 @@ def _any(conditions: Iterable[Condition]) -> Condition:
     return ALWAYS if frozenset() in found else found
 
 
-def _within(condition: Condition, number: Hashable, branch: int) -> Condition:
+def _within(condition: Condition, number: int, branch: int) -> Condition:
     """When it holds inside of a branch."""
     paths = (dict(path) for path in condition)
     inside = (path for path in paths if path.get(number, branch) == branch)
@@ -140,7 +139,7 @@ def _within(condition: Condition, number: Hashable, branch: int) -> Condition:
     )
 
 
-def _of(number: Hashable, branches: Sequence[Condition]) -> Condition:
+def _of(number: int, branches: Sequence[Condition]) -> Condition:
     """When the condition of the branch holds that runs."""
     if len({*branches}) == 1:
         return branches[0]
@@ -152,12 +151,12 @@ def _of(number: Hashable, branches: Sequence[Condition]) -> Condition:
     )
 
 
-def holds(condition: Condition, numbers: Mapping[Hashable, jax.Array]) -> jax.Array:
+def holds(condition: Condition, numbers: Mapping[int, jax.Array]) -> jax.Array:
     """Whether a condition holds, where numbers have these values."""
     if condition == NEVER:  # A result that no branch changes.
         return jnp.zeros((), bool)
     paths = [
-        jnp.stack([numbers[k].astype("int32") == n for k, n in sorted(path, key=str)])
+        jnp.stack([numbers[k].astype("int32") == n for k, n in sorted(path)])
         for path in condition
     ]
     return jnp.any(jnp.stack([jnp.all(path) for path in paths]))

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradxform._jax import jaxprs, versions
 from gradxform._matrices import cores, due, exchange
 from gradxform._matrices.cores import Lying, Matrices, MatrixCore, TracedUpdate
 from gradxform._matrices.exchange import Array, Axes, Batch
+from gradxform._matrices.owners import is_integer
 from gradxform._matrices.placements import Names
 from gradxform._slices.rules import shape_of
 
@@ -206,6 +205,18 @@ class Layout:
         found = self.names.get(x) or self.wanted.get(x)
         return found or ((),) * len(shape_of(x))
 
+    @functools.cached_property
+    def _inside(self) -> set[int]:
+        """The indices of all equations in cores."""
+        return {n for core in self.found for n in core.indices}
+
+    def _is_between(self, x: Var) -> bool:
+        """Whether a core makes it, and cores alone read it."""
+        read_by, made_by = self.update.read_by, self.update.made_by
+        return made_by.get(x) in self._inside and self._inside.issuperset(
+            read_by.get(x, ())
+        )
+
     def _read(
         self, core: MatrixCore, x: Var, axes: Axes, batch: Batch, is_even: bool
     ) -> Array:
@@ -216,7 +227,7 @@ class Layout:
             names = next(filter(None, map(self.names.get, like)), None)
         names = _around(names, x, axes, batch)
         # Numbers that each device computes it computes for its own matrices.
-        is_there = x in self.there or x in self.update.free
+        is_there = x in self.there or x in self.update.free or self._is_between(x)
         if is_even and is_there:
             return Array(axes, _names_there(x, axes, batch), is_there=True)
         return Array(axes, names)
@@ -225,15 +236,13 @@ class Layout:
         self, core: MatrixCore, x: Var, axes: Axes, batch: Batch, is_even: bool
     ) -> Array:
         """Where an array lies that is made."""
-        readers = [n for n in self.update.read_by.get(x, ()) if n not in core.indices]
-        others = {n for other in self.found for n in other.indices}
         is_small = math.prod(shape_of(x)) < cores.FEW * math.prod(batch.sizes)
         names = self.wanted.get(x)
         if names is None:
             like = (y for y in core.reads if shape_of(y) == shape_of(x))
             names = next(filter(None, map(self.names.get, like)), None)
         is_free = names is None and not is_small
-        if is_even and (x in self.there or others.issuperset(readers) or is_free):
+        if is_even and (x in self.there or self._is_between(x) or is_free):
             return Array(axes, _names_there(x, axes, batch), is_there=True)
         return Array(axes, _around(names, x, axes, batch))
 
@@ -243,7 +252,7 @@ def _conditions(
 ) -> tuple[tuple[due.Condition, ...], list[exchange.Core]]:
     """When arrays of equal cores travel, and their layouts with that."""
     eqns, like = core.equations, layouts[0]
-    numbers = {x: k for k, x in enumerate(core.reads) if _is_integer(x)}
+    numbers = {x: k for k, x in enumerate(core.reads) if is_integer(x)}
     if all(due.number_of(eqn, numbers) is None for eqn in eqns):
         return (), [*layouts]
     position = {
@@ -257,7 +266,7 @@ def _conditions(
         kept = due.kept(x, eqns, numbers, position)
         if kept.operand is not None and like.reads[position[kept.operand]] == of:
             wanted[x], operands[x] = kept.changed, position[kept.operand]
-    needed = due.needed(eqns, wanted, numbers)
+    needed = due.of_variables(eqns, wanted, numbers)
     found = [c for x in position if (c := needed.get(x, due.NEVER)) != due.ALWAYS]
     found += [wanted[x] for x in operands]
     conditions = [*dict.fromkeys(found)]
@@ -288,16 +297,6 @@ def _lengths(core: MatrixCore, of: Matrices) -> tuple[int, ...]:
     return tuple(
         next(shape_of(x)[axis] for x, axes in pairs if (axis := axes[n]) is not None)
         for n in range(len(of.reads[0]))
-    )
-
-
-def _is_integer(x: Var) -> bool:
-    """Whether it is no measure, but may decide what is computed."""
-    aval: Any = x.aval
-    return not shape_of(x) and not (
-        jnp.issubdtype(aval.dtype, jnp.inexact)
-        or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-        or jnp.issubdtype(aval.dtype, jnp.unsignedinteger)
     )
 
 

@@ -9,7 +9,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection, Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
 
 from gradxform._jax import jaxprs
 from gradxform._jax.versions import Op
@@ -55,6 +58,16 @@ class Sets:
 def is_number(x: Var | Literal) -> bool:
     """Whether it has one entry."""
     return math.prod(shape_of(x)) <= 1
+
+
+def is_integer(x: Var | Literal) -> bool:
+    """Whether it is a number that is no measure, but may decide what is computed."""
+    aval: Any = x.aval
+    return not shape_of(x) and not (
+        jnp.issubdtype(aval.dtype, jnp.inexact)
+        or jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        or jnp.issubdtype(aval.dtype, jnp.unsignedinteger)
+    )
 
 
 class Owners:
@@ -142,19 +155,23 @@ class Owners:
     def _alone(self, x: Var) -> Owner:
         return Nobody.FREE if ((), x) in self._free else self._sets.find(((), x))
 
+    def _of_large(self, atoms: Iterable[Var | Literal]) -> set[Owner]:
+        variables = filter(jaxprs.is_variable, atoms)
+        found = {self._alone(x) for x in variables if not is_number(x)}
+        return found - {Nobody.FREE}
+
     def _owner(self, eqn: JaxprEqn) -> Owner:
         """The owner of an equation, after those before it."""
         read = {self.of[x] for x in filter(jaxprs.is_variable, eqn.invars)}
         read.discard(Nobody.FREE)
-        large = {self._alone(x) for x in eqn.outvars if not is_number(x)}
-        large.discard(Nobody.FREE)
+        large = self._of_large(eqn.outvars)
         others = read - large
         is_new = large.isdisjoint(self._of_arguments)
         if len(others) == 1 and is_new and Nobody.SEVERAL not in others:
             # It is made of numbers of one parameter, such as a norm of each factor.
             self._sets.join([*others, *large])
             large = others
-        found = large or read or {Nobody.FREE}
+        found = large or self._of_large(eqn.invars) or read or {Nobody.FREE}
         owner = next(iter(found)) if len(found) == 1 else Nobody.SEVERAL
         for x in eqn.outvars:
             is_large = not is_number(x) and ((), x) not in self._free

@@ -98,7 +98,7 @@ def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
         strict=True,
     )
     eqns = [
-        b.replace(primitive=a.primitive, params=a.params)
+        a.replace(invars=b.invars, outvars=b.outvars, ctx=b.ctx)
         if jaxprs.name_of(a) == _CONSTRAINT
         else b
         for a, b in pairs

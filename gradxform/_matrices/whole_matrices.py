@@ -96,8 +96,13 @@ def whole_matrices(
     state, S of the parameters' bytes, lie as their parameters and travel:
     (2 + 2 S) / D.
 
-    Conditionals are divided by parameter, so gates inside work. Gates around move fewer
-    bytes: behind a gate inside gradients travel at each push.
+    **Conditionals and loops** over a whole tree are divided by parameter, so gates
+    inside work. If all devices know the predicate, an array that only one branch needs
+    travels only when that branch runs: factors and new eigenbases every k steps,
+    gradients where a gate inside lets them through. Leaves that draw a predicate each,
+    as in Kron, go together. Their devices take them one after another, so each runs its
+    own branch, and the arrays of all travel if one of them is due. By ``vmap`` over a
+    stack a conditional is a selection, as everywhere in JAX: both branches run.
 
     **Cost.** Tracing takes about twice as long. The number of equal matrices is padded
     to a multiple of the devices that share them, so a device has at least one: one
@@ -120,8 +125,9 @@ def whole_matrices(
     Raises:
       TypeError: ``inner`` is no transformation, or has a ``whole_matrices`` inside;
         ``shardings`` are not those of the parameters; or an update mixes matrices of
-        several parameters, or has effects between them. The message names the
-        operation, and its line.
+        several parameters, also by a number in a loop over all of them or by one
+        function with a derivative of its own, or has effects between them. The message
+        names the operation, and its line.
       ValueError: it is traced on automatic axes without ``shardings``; they do not fit
         a parameter's shape; or it is inside of ``jax.shard_map``, with parts of arrays.
 

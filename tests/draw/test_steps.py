@@ -74,7 +74,7 @@ def test_steps_are_the_ordinary_ones(family):
 @pytest.mark.every
 @pytest.mark.parametrize("family", updates.FAMILIES)
 def test_updates_are_the_ordinary_ones(family):
-    for p in drawn(family, 4, seed=29):
+    for p in drawn(family, 3, seed=29):
         p.check()
 
 

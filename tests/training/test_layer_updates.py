@@ -437,7 +437,7 @@ def shard_map(check_vma):
     return over
 
 
-@pytest.mark.quick_case("pmean-True")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "check_vma"),
     [
@@ -537,6 +537,7 @@ def adafactor(least, **how):
     return optax.adafactor(0.1, min_dim_size_to_factor=least, **how)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("least", "layers", "stacks"),
     [

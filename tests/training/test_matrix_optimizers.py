@@ -161,7 +161,7 @@ def test_numbers_are_those_of_one_device(name, layout, axis_type):
         assert temporaries <= 2.5 * trial.size * 4
 
 
-@pytest.mark.quick_case("normuon-4 x 2")
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["4 x 2", "a leaf each"])
 @pytest.mark.parametrize("name", [*DEAR, "normuon"])
 def test_bfloat16(name, layout):
@@ -182,10 +182,16 @@ def test_the_state_lies_where_matrices_are():
     assert state.count.sharding.spec == P()
     made = jax.jit(trial.tx.init)(trial.params)
     assert made.leaves["w"][2][0].sharding.is_equivalent_to(left.sharding, 3)
-    made = trial.tx.init(trial.params)  # Without `jit`.
-    assert made.leaves["w"][2][0].sharding.is_equivalent_to(left.sharding, 3)
     like = gx.abstract_state(trial.inner, trial.params)
     assert like.leaves["w"][2][0].sharding.spec[:2] == (None, "x")
+
+
+@pytest.mark.slow
+def test_the_state_lies_there_without_jit():
+    trial = Trial(soap, "4 x 2", AxisType.Auto)
+    eager, made = trial.tx.init(trial.params), jax.jit(trial.tx.init)(trial.params)
+    for x, y in zip(*map(jax.tree.leaves, (eager, made)), strict=True):
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
 def test_muon_keeps_its_momentum_as_its_parameters():

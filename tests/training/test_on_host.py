@@ -100,7 +100,7 @@ def test_two_passes(loss, way, memory):
     check(LOSSES[loss], WAYS[way], memory)
 
 
-@pytest.mark.quick_case("adagrad-both")
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", PLACES)
 @pytest.mark.parametrize(
     "way",

@@ -285,7 +285,7 @@ STEPS = {
 }
 
 
-@pytest.mark.quick_case("drop_stale")
+@pytest.mark.quick_case("row_wise")
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.usefixtures("standard_promotion")
 def test_minimize_steps_on_a_part_as_on_the_table(name):

@@ -154,7 +154,7 @@ def beside(tables):
     return tables | {"b": draw(0, [], (0,))["b"], "nothing": None}
 
 
-@pytest.mark.quick_case("row_wise")
+@pytest.mark.slow
 @pytest.mark.parametrize("chain", CHAINS)
 def test_sparse_equals_dense_and_leaves_the_other_rows_alone(chain):
     tx, extra = CHAINS[chain], {"local_step": 0} if chain == "clipvalue" else {}

@@ -503,6 +503,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", AROUND)
 def test_wrappers_around(name):
     on = mesh((8,))
@@ -676,11 +677,12 @@ def test_automatic_axes_need_shardings():
     on = mesh((8,))
     params = jax.device_put(draw(TWO[0]), places(TWO[1], on))
     tx = gx.whole_matrices(muon(0.1))
-    state = tx.init(params)
+    state = jax.jit(muon(0.1).init)(params)
     with pytest.raises(ValueError, match=r"needs shardings here.*p\.sharding, params"):
         jax.jit(tx.update)(params, state, params)
     # Without `jit` the arrays say it.
-    expected, _ = muon(0.1).update(*jax.device_get((params, state, params)))
+    plain = jax.device_get((params, state, params))
+    expected, _ = jax.jit(muon(0.1).update)(*plain)
     updates, _ = tx.update(params, state, params)
     close(jax.device_get(updates), expected)
     assert updates["w"].sharding.is_equivalent_to(params["w"].sharding, 2)
@@ -1109,6 +1111,7 @@ def test_a_state_lies_like_its_parameter():
     check(tx, shapes, specs, moved=2 / 8 * 8 / 2, groups=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("said", [True, False], ids=["said", "not said"])
 def test_an_axis_of_each_kind(said):
     """Types name the explicit axis alone."""

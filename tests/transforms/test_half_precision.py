@@ -544,7 +544,7 @@ def of_rate(around):
     return lambda rate: around(optax.adamw(rate))
 
 
-@pytest.mark.quick_case("accumulate-inside")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "place"),
     [

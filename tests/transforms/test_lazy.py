@@ -371,6 +371,7 @@ def test_a_clip_before_it_takes_the_norm_of_the_summed_rows():
     chex.assert_trees_all_close(params, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_wrappers_may_be_outside():
     momentum = optax.sgd(0.1, 0.9)
     lazy = gx.lazy(momentum)
