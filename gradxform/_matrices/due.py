@@ -98,7 +98,8 @@ def kept(
     for n, branch in enumerate(eqn.params["branches"]):
         result = branch.jaxpr.outvars[eqn.outvars.index(x)]
         outer = dict(zip(branch.jaxpr.invars, eqn.invars[1:], strict=True))
-        there = [y for y, of in outer.items() if of in operands]
+        pairs = [(y, of) for y, of in outer.items() if jaxprs.is_variable(of)]
+        there = [y for y, of in pairs if of in operands]
         known = _inside(eqn, n, numbers)
         each = kept(result, jaxprs.all_equations(branch.jaxpr), known, there)
         operand: Any = each.operand and outer[each.operand]

@@ -17,6 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._jax import jaxprs
+from gradxform._matrices import due
 from tests.conftest import pairwise
 from tests.training.matrix_optimizers import (
     fitted_at_once,
@@ -393,6 +395,21 @@ def test_a_conditional_for_all_as_packages_have_it(layout, axes):
             made, state = update(jax.device_put(grads, where), state, params)
             wanted, expected = alone(grads, expected, plain)
             close(jax.device_get((made, state)), (wanted, expected), 1e-5)
+
+
+def test_a_number_may_be_an_operand_of_a_conditional():
+    """A literal of the program has no name; the factor beside it is found."""
+
+    def fitted(index, q):
+        cases = (lambda a, q: q, lambda a, q: a * q)
+        return jax.lax.switch(index, cases, 0.9, q)
+
+    jaxpr = jax.make_jaxpr(fitted)(0, jnp.eye(8)).jaxpr
+    eqn = jaxpr.eqns[-1]
+    assert any(not jaxprs.is_variable(x) for x in eqn.invars)
+    q = jaxpr.invars[1]
+    found = due.kept(eqn.outvars[0], [eqn], {eqn.invars[0]: "index"}, {q})
+    assert found.operand is q
 
 
 def mixed(updates, _):
