@@ -90,7 +90,7 @@ def is_long(item):
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """Of a function with many cases the quick part takes one, by the function's name.
 
     If a mark ``quick_case`` names the id of a cheaper one, it takes that. Where JAX is
@@ -108,10 +108,12 @@ def pytest_collection_modifyitems(items):
             functions[item.path, item.originalname].append(item)
     for (_, name), cases in functions.items():
         taken = zlib.crc32(name.encode()) % len(cases)
-        named = cases[0].get_closest_marker("quick_case")
-        ids = [item.callspec.id for item in cases] if named else []
-        if named and named.args[0] in ids:  # Not if the command line names another.
-            taken = ids.index(named.args[0])
+        if named := cases[0].get_closest_marker("quick_case"):
+            ids, (cheap,) = [item.callspec.id for item in cases], named.args
+            if cheap in ids:
+                taken = ids.index(cheap)
+            elif not any("[" in arg for arg in config.args):  # They may name others.
+                raise pytest.UsageError(f"{name} has no case {cheap!r} for quick_case.")
         for number, item in enumerate(cases):
             if number != taken:
                 item.add_marker(pytest.mark.slow)
