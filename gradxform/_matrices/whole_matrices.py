@@ -96,6 +96,11 @@ def whole_matrices(
     state, S of the parameters' bytes, lie as their parameters and travel:
     (2 + 2 S) / D.
 
+    To know these places ``init`` traces an update, so it raises the errors of ``inner``
+    and of ``shardings``. If the update may need extra arguments, such as a loss, and
+    cannot be traced without, the state lies as its parameters. A ``RuntimeWarning``
+    quotes the error, unless the state tells which arguments they are.
+
     **Conditionals and loops** over a whole tree are divided by parameter, so gates
     inside work. If all devices know the predicate, an array that only one branch needs
     travels only when that branch runs: factors and new eigenbases every k steps,
@@ -104,11 +109,11 @@ def whole_matrices(
     own branch, and the arrays of all travel if one of them is due. By ``vmap`` over a
     stack a conditional is a selection, as everywhere in JAX: both branches run.
 
-    **Cost.** Tracing takes about twice as long. The number of equal matrices is padded
-    to a multiple of the devices that share them, so a device has at least one: one
-    stack of 32 matrices on 256 chips costs a chip 8 times the products that XLA would
-    divide, and 8 times the traffic. Without ``jax.jit`` explicit axes compile at each
-    call.
+    **Cost.** Tracing takes two to five times as long. The number of equal matrices is
+    padded to a multiple of the devices that share them, so a device has at least one:
+    one stack of 32 matrices on 256 chips costs a chip 8 times the products that XLA
+    would divide, and 8 times the traffic. Without ``jax.jit`` explicit axes compile at
+    each call.
 
     Args:
       inner: any transformation.
