@@ -90,6 +90,8 @@ def kept(
     if not jaxprs.is_variable(x) or x in operands:
         return Kept(x, NEVER) if jaxprs.is_variable(x) else Kept(None, ALWAYS)
     makers = [eqn for eqn in eqns if x in eqn.outvars]
+    if makers and jaxprs.name_of(makers[0]) == Op.COPY:  # A placement that is left out.
+        return kept(makers[0].invars[0], eqns, numbers, operands)
     number = number_of(makers[0], numbers) if makers else None
     if number is None:
         return Kept(None, ALWAYS)
