@@ -191,7 +191,8 @@ def test_the_state_lies_there_without_jit():
     trial = Trial(soap, "4 x 2", AxisType.Auto)
     eager, made = trial.tx.init(trial.params), jax.jit(trial.tx.init)(trial.params)
     for x, y in zip(*map(jax.tree.leaves, (eager, made)), strict=True):
-        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        # Without `jit` a count is on one device.
+        assert not x.ndim or x.sharding.is_equivalent_to(y.sharding, x.ndim)
 
 
 def test_muon_keeps_its_momentum_as_its_parameters():
