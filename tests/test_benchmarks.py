@@ -382,7 +382,7 @@ def test_compiling_is_measured(monkeypatch):
 @pytest.mark.figures
 @pytest.mark.usefixtures("standard_promotion")
 def test_optimizers_of_matrices_are_compared(tmp_path, monkeypatch, capsys):
-    """On eight devices that are there, in the place of v5e's chips."""
+    """Eight devices of the CPU stand for v5e's chips."""
     here = np.array(jax.devices()).reshape(4, 2)
     monkeypatch.setattr(matrices, "chips", lambda _: here)
     monkeypatch.setattr(matrices, "LAYERS", 8)

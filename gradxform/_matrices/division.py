@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -44,7 +44,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     owners = owners or _owners(closed, few)
 
     def is_tied(eqn: JaxprEqn) -> bool:
-        atoms = [*eqn.outvars, *(eqn.invars if _of_all_platforms(eqn) else ())]
+        atoms = [*eqn.outvars, *(eqn.invars if nested.of_all_platforms(eqn) else ())]
         variables = filter(jaxprs.is_variable, atoms)
         large = {owners.of[x] for x in variables if not is_number(x)}
         return len(large - {Nobody.FREE}) > 1
@@ -55,7 +55,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 
     def rule(name: str, inputs: list[Any], eqn: JaxprEqn) -> Sequence[Any] | None:
         is_tied = id(eqn) in tied
-        if branch := _of_all_platforms(eqn):
+        if branch := nested.of_all_platforms(eqn):
             return _gone_into(branch, inputs[1:], few) if is_tied else None
         if name == Op.COND and (is_tied or _is_nested_or_stacked(eqn)):
             # What is refused later is named by the line of the user's conditional.
@@ -79,14 +79,10 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 _LOOPS = frozenset({Op.SCAN, Op.WHILE})
 
 
-def _of_all_platforms(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    return nested.of_all_platforms(eqn) if jaxprs.name_of(eqn) == Op.COND else None
-
-
 def _may_tie(eqn: JaxprEqn) -> bool:
     name = jaxprs.name_of(eqn)
     if name == Op.COND:
-        is_one = len(eqn.outvars) == 1 and _of_all_platforms(eqn) is None
+        is_one = len(eqn.outvars) == 1 and nested.of_all_platforms(eqn) is None
         return not is_one or _is_nested_or_stacked(eqn)
     if name in _LOOPS or programs.OPERATIONS.get(name) is programs.Runs.ONCE:
         return len(eqn.outvars) > 1
@@ -155,8 +151,7 @@ def _loops(
     body = divided(programs.inlined(eqn.params[name]), few)
     loop, groups = Loop(eqn, inputs, body), dict[Owner, list[int]]()
     for k, x in enumerate(eqn.outvars):
-        operands = filter(lambda y: not is_number(y), loop.operands([k]))
-        of = {owners.of[y] for y in (*operands, *([] if is_number(x) else [x]))}
+        of = {owners.of[y] for y in (*loop.operands([k]), x) if not is_number(y)}
         of.discard(Nobody.FREE)
         if len(of) > 1:
             return None
@@ -194,7 +189,7 @@ def _conditionals(
     if is_tied:
         groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
 
-    def each(f: Any, *args: Any) -> list[Any]:
+    def each(f: Callable[..., list[Any]], *args: Sequence[int]) -> list[Any]:
         sides = [functools.partial(f, n, *args) for n in range(len(branches))]
         return list(jax.lax.switch(index, sides))
 
@@ -307,7 +302,7 @@ class _Branch:
         return [x for x in found if x not in self._after_matrices], after
 
     def _of_arrays(self, x: Var) -> list[Var]:
-        """The numbers of arrays of one parameter, of which others make this one.
+        """The numbers that this one is made of, each of arrays of one parameter.
 
         A sum of such numbers begins with one of them, and each is computed alike.
         """

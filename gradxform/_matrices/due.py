@@ -86,7 +86,7 @@ def kept(
     numbers: Mapping[Var, int],
     operands: Collection[Var],
 ) -> Kept:
-    """What a result is in branches that do not change it."""
+    """The operand that a result is in branches that do not change it."""
     if not jaxprs.is_variable(x) or x in operands:
         return Kept(x, NEVER) if jaxprs.is_variable(x) else Kept(None, ALWAYS)
     makers = [eqn for eqn in eqns if x in eqn.outvars]

@@ -29,7 +29,7 @@ class Group(NamedTuple):
       layouts: where their arrays lie.
       names: the mesh axes along which devices share the matrices.
       conditions: when arrays travel that are not always needed. Their numbers are
-        positions of what a core reads.
+        positions in the ``reads`` of a core.
     """
 
     matrices: Matrices

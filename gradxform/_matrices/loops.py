@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Loop:
-    """A scan, or a loop with a predicate, of which some results are wanted."""
+    """A scan, or a loop with a predicate: it computes some of its results."""
 
     def __init__(self, eqn: JaxprEqn, inputs: Sequence[Any], body: ClosedJaxpr) -> None:
         """``body`` is what the equation repeats, or a program with the same results."""

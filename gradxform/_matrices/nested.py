@@ -61,13 +61,15 @@ def programs(eqn: JaxprEqn) -> list[Inside]:
 
 
 def of_all_platforms(eqn: JaxprEqn) -> ClosedJaxpr | None:
-    """The branch that any platform may run, of one that the platform chooses."""
+    """The branch for all platforms, where the platform chooses one of several."""
+    if not eqn.params.get("branches_platforms"):
+        return None
     branch: ClosedJaxpr = eqn.params["branches"][-1]
-    return branch if eqn.params.get("branches_platforms") else None
+    return branch
 
 
 def _branches(eqn: JaxprEqn) -> Iterator[Inside]:
-    """A form for one platform may stack what is apart, so that of all counts."""
+    """That for all platforms counts: one for a single platform may stack leaves."""
     of_all = of_all_platforms(eqn)
     for branch in [of_all] if of_all else eqn.params["branches"]:
         operands = map(Same, branch.jaxpr.invars, eqn.invars[1:])

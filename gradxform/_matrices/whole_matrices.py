@@ -439,7 +439,7 @@ def _run_group(
 
 def _flag(group: Group, condition: due.Condition, env: Mapping[Var, Any]) -> jax.Array:
     """Whether a condition holds: one for all cores, or one for each of them."""
-    used = {k for path in condition for k, _ in path if isinstance(k, int)}
+    used = {k for path in condition for k, _ in path}
     numbers = [{k: core.reads[k] for k in used} for core in group.cores]
     if all(of == numbers[0] for of in numbers):
         numbers = numbers[:1]

@@ -391,7 +391,7 @@ class Training:
         close(got[2], wanted[2], rtol=max(loose, 1e-4), atol=1e-5)
         if is_plain:
             pairs = known(got[1]), known(wanted[1])
-            norms = pairs[0]["norms"]  # With those of what is frozen.
+            norms = pairs[0]["norms"]  # It has frozen leaves, too.
             pairs[0]["norms"] = {k: norms[k] for k in pairs[1]["norms"]}
             jax.tree.map(functools.partial(close, rtol=loose, atol=1e-6), *pairs)
         else:

@@ -59,7 +59,7 @@ def list_all(engine, job, **options):
 def full_disk(size):
     """No file grows over so many bytes, which stands for a disk that is full.
 
-    Python and JAX then keep none of what they compile. Python 3.13.0 would keep the
+    Python and JAX then keep no compiled file. Python 3.13.0 would keep the
     first bytes of a module, and all that import it later would fail. JAX would keep the
     first bytes of a program, and warn whenever it is loaded.
     """

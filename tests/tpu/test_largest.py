@@ -155,7 +155,7 @@ def test_parameters_come_and_go_a_layer_at_a_time(dtype):
     assert found.temp_size_in_bytes + found.output_size_in_bytes <= 0.07 * size(stacks)
 
 
-# What comes to the chip, and what layers have computed there, as a part of what is on
+# The bytes that come to the chip or are computed there by layers, as a part of those on
 # the host. One more array of all layers would be a sixth or a third. Arrays of 8 bits
 # come whole without a flag (see above), and nothing is left to move in the loops.
 AT_ONCE = {"layers, all of it on the host": 0.55, HOST_HAS_ALL: 0.4}

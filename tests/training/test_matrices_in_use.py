@@ -117,7 +117,7 @@ USES = {
 
 
 class Training:
-    """Six pushes, of which two are stale, on a mesh and on one device."""
+    """Six pushes on a mesh and on one device. Two of them are stale."""
 
     def __init__(self, use, optimizer, axis_type=AxisType.Auto, dtype=jnp.float32):
         self.mesh = mesh((4, 2), axis_type)
