@@ -148,6 +148,24 @@ def test_a_loop_that_mixes_parameters_is_refused_by_name(name):
         run(lambda u: MIXED[name](each(normed, u)), *LEAVES)
 
 
+def test_a_loop_with_effects_is_not_divided():
+    """Each part would have them again; with products of matrices it is refused."""
+
+    def heard(repeated):
+        def turn(i, t):
+            jax.debug.callback(calls.append, i)
+            return repeated(t)
+
+        calls = []
+        run(lambda u: lax.fori_loop(0, 3, turn, each(step, each(normed, u))), *LEAVES)
+        jax.effects_barrier()
+        return len(calls)
+
+    assert heard(lambda t: scaled(t, 2.0)) == 2 * 3  # On the mesh, and on one device.
+    with pytest.raises(TypeError, match="has effects"):
+        heard(lambda t: each(step, t))
+
+
 def two_rounds(t):
     made = each(step, each(normed, t))
     return each(step, scaled(made, 1 / total(made)))
