@@ -57,6 +57,8 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
         is_tied = id(eqn) in tied
         if branch := nested.of_all_platforms(eqn):
             return _gone_into(branch, inputs[1:], few) if is_tied else None
+        if eqn.effects and name in _DIVIDED:  # Each part would have them again.
+            return None
         if name == Op.COND and (is_tied or _is_nested_or_stacked(eqn)):
             # What is refused later is named by the line of the user's conditional.
             with source_info_util.user_context(eqn.source_info.traceback):
@@ -66,7 +68,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
         if name == Op.BARRIER:
             return _barriers(eqn, inputs, owners)
         if name in _LOOPS:
-            return None if eqn.effects else _loops(eqn, inputs, owners, few)
+            return _loops(eqn, inputs, owners, few)
         inside = jax.make_jaxpr(programs.program(eqn).run)
         return _gone_into(inside([x.aval for x in eqn.invars]), inputs, few)
 
@@ -77,6 +79,7 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
 
 
 _LOOPS = frozenset({Op.SCAN, Op.WHILE})
+_DIVIDED = _LOOPS | {Op.COND}
 
 
 def _may_tie(eqn: JaxprEqn) -> bool:

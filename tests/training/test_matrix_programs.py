@@ -148,21 +148,32 @@ def test_a_loop_that_mixes_parameters_is_refused_by_name(name):
         run(lambda u: MIXED[name](each(normed, u)), *LEAVES)
 
 
-def test_a_loop_with_effects_is_not_divided():
+# A loop of three turns, and a conditional.
+WITH_EFFECTS = {
+    "scan": (lambda f, t: lax.fori_loop(0, 3, lambda _, t: f(t), t), 3),
+    "cond": (lambda f, t: lax.cond(total(t) < 99, f, lambda t: t, t), 1),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", WITH_EFFECTS)
+def test_what_has_effects_is_not_divided(name):
     """Each part would have them again; with products of matrices it is refused."""
+    of_all, times = WITH_EFFECTS[name]
 
     def heard(repeated):
-        def turn(i, t):
-            jax.debug.callback(calls.append, i)
+        def turn(t):
+            jax.debug.callback(calls.append, times)
             return repeated(t)
 
         calls = []
-        run(lambda u: lax.fori_loop(0, 3, turn, each(step, each(normed, u))), *LEAVES)
+        run(lambda u: of_all(turn, each(step, each(normed, u))), *LEAVES)
         jax.effects_barrier()
         return len(calls)
 
-    assert heard(lambda t: scaled(t, 2.0)) == 2 * 3  # On the mesh, and on one device.
-    with pytest.raises(TypeError, match="has effects"):
+    # On the mesh, and on one device.
+    assert heard(lambda t: scaled(t, 2.0)) == 2 * times
+    with pytest.raises(TypeError, match=f"'{name}'.* has effects"):
         heard(lambda t: each(step, t))
 
 
