@@ -1,4 +1,4 @@
-"""The pages run as JAX comes: optax's own Adam, for one, promotes dtypes."""
+"""The pages run as JAX comes: it promotes dtypes and ranks."""
 
 import pathlib
 
@@ -19,5 +19,5 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def standard_promotion():
     """The tests are strict, as tests/conftest.py sets it; a reader's JAX is not."""
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
