@@ -129,7 +129,12 @@ def test_local_step_that_is_no_integer(local_step):
         ),
         (jnp.ones(3), r"grads and params differ at \['layer'\]"),
         (
-            {"layer": {"w": BCOO.fromdense(jnp.ones((2, 3))), "b": None}},
+            {
+                "layer": {
+                    "w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 3)),
+                    "b": None,
+                }
+            },
             r"\['w'\]: grads has a node jax\.experimental\.\S+\.BCOO, no array, params",
         ),
     ],

@@ -22,6 +22,7 @@ assert ServerStats is gradxform.ServerStats and engines is gradxform.engines
 """
 
 
+@pytest.mark.slow
 def test_server_and_engines_are_imported_when_they_are_used():
     output = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True

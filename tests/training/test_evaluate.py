@@ -379,6 +379,7 @@ def test_without_jit_the_layers_run_one_by_one(memory):
         check(evaluated(put(params, memory), X), two_stacks(params, X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_inside_of_other_transformations(memory):
     params, batch = start(), jnp.stack([X, 2 * X, -X])

@@ -112,6 +112,7 @@ def test_tables_beside_layers(way, layers):
     check(one, WAYS[way], rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "layers"),
     [
@@ -140,6 +141,7 @@ def test_a_state_for_the_trainable_part(tx, layers):
     chex.assert_trees_all_close(params, wanted[0], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_masked_node_stays():
     """It is no parameter, also inside of the layers."""
 
@@ -167,6 +169,7 @@ def test_an_extra_argument_has_other_shapes(shape):
     check(plain, Way(tx, lambda *_: {"factors": factors}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "shapes", "is_cast"),
     half(
@@ -258,6 +261,7 @@ def test_a_debugger_gets_the_ordinary_step():
         check(plain, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 def test_a_push_with_nan_is_skipped():
     tx = gx.accumulate(optax.sgd(0.1), 1, skip_nonfinite=True)
     step = gx.minimize(plain, tx, layers=["blocks"], two_passes=True, donate=False)
@@ -334,6 +338,7 @@ def test_a_weight_that_is_none_is_an_error(weight):
         step(start(), tx.init(start()), IDS, Y, weight=weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [["blocks"], ()])
 def test_a_weight_below_0_makes_a_compiled_step_nan(layers):
     tx = gx.accumulate(optax.sgd(0.1), 1)
