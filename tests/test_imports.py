@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import pickle, sys, optax
 before = set(sys.modules)
