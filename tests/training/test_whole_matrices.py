@@ -763,6 +763,7 @@ def expected_updates(plain):
     return jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(plain)
 
 
+@pytest.mark.slow
 def test_types_stay(small):
     tx, params, state, _ = small
     types = [str(jax.typeof(x)) for x in jax.tree.leaves((params, state))]
@@ -915,6 +916,7 @@ def constrained(spec, named):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("named", [True, False], ids=["sharding", "spec"])
 @pytest.mark.parametrize("stacked", [True, False])
