@@ -5,6 +5,7 @@ as in the ordinary step, and its numbers are equal.
 """
 
 import dataclasses
+import itertools
 import re
 import textwrap
 
@@ -54,10 +55,12 @@ class Jit:
       text: the function ``loss_fn(p, x)``, which reads ``rows``, a sharding, and
         ``table``.
       way: see ``WAYS``.
+      chosen: each two of the names that were drawn.
     """
 
     text: str
     way: str
+    chosen: set[tuple[str, ...]]
 
     def __repr__(self):
         return f"\n{self.text}# by {self.way}"
@@ -107,16 +110,17 @@ class Jits:
 
     def drawn(self, integer):
         d = Draw(integer)
-        placed = PLACED[d.one_of(PLACED)]
+        names = [d.one_of(PLACED), d.one_of(CONSTANTS), d.one_of(WAYS)]
+        placed = PLACED[names[0]]
         lines = "def layer(x, w):\n    return jnp.tanh(x @ w)\n"
-        lines += CONSTANTS[d.one_of(CONSTANTS)]
+        lines += CONSTANTS[names[1]]
         lines += "after = jnp.cos\n"
         scan = "lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]"
         makes_scan = f"def scan(w, x):\n    return {scan}\n"
         lines += placed + makes_scan if "scan =" not in placed else makes_scan + placed
         lines += "return jnp.sum(after(scan(p['w'], x)) ** 2)\n"
         text = f"def loss_fn(p, x):\n{textwrap.indent(lines, '    ')}"
-        return Jit(text, d.one_of(WAYS))
+        return Jit(text, names[2], {*itertools.combinations(names, 2)})
 
 
 FAMILIES = {"jits": Jits()}

@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import itertools
 import textwrap
 
 import jax
@@ -63,12 +64,14 @@ class Matrices:
       tables: of each of them.
       shapes: of the matrices, or of stacks of them.
       kind: of the mesh axis.
+      chosen: each two of the names that were drawn.
     """
 
     text: str
     tables: list[list[list[float]]]
     shapes: dict[str, tuple[int, ...]]
     kind: AxisType
+    chosen: set[tuple[str, ...]]
 
     def __repr__(self):
         return f"\n{self.text}# {self.tables} {self.shapes} {self.kind}"
@@ -108,19 +111,20 @@ class Draws:
 
     def drawn(self, integer):
         d, n = Draw(integer), integer(1, 3)
+        chosen = [d.one_of(names) for names in (STEPS, INSIDE, LOOPS, TREES)]
+        step, around, loop, tree = chosen
         lines = "a, b = jnp.take(table, i, axis=0)\n"
-        lines += f"return {STEPS[d.one_of(STEPS)]}\n"
-        inside = INSIDE[d.one_of(INSIDE)]
+        lines += f"return {STEPS[step]}\n"
+        inside = INSIDE[around]
         text = f"{inside}def once(i, x):\n{textwrap.indent(lines, '    ')}"
         if "jvp" in inside:
             text += "once.defjvp(lambda p, t: (once(*p), t[1]))\n"
         if "vjp" in inside:
             text += "def back(_, t):\n    return None, t\n"
             text += "once.defvjp(lambda i, x: (once(i, x), None), back)\n"
-        text += f"def each(x):\n    return {LOOPS[d.one_of(LOOPS)].format(n=n)}\n"
+        text += f"def each(x):\n    return {LOOPS[loop].format(n=n)}\n"
         text += "def of(x):\n    return jax.vmap(of)(x) if x.ndim > 2 else each(x)\n"
-        tree = TREES[d.one_of(TREES)].format(n=n)
-        text += f"return optax.stateless(lambda u, _: {tree})\n"
+        text += f"return optax.stateless(lambda u, _: {TREES[tree].format(n=n)})\n"
         text = f"import optax\ndef optimizer(table):\n{textwrap.indent(text, '    ')}"
         tables = [
             [[integer(1, 9) / 4, -integer(1, 9) / 8] for _ in range(n)]
@@ -131,7 +135,8 @@ class Draws:
             for name in "ab"[: integer(1, 2)]
         }
         kind = AxisType.Explicit if d.chance() else AxisType.Auto
-        return Matrices(text, tables, shapes, kind)
+        pairs = {*itertools.combinations([*chosen, kind.name], 2)}
+        return Matrices(text, tables, shapes, kind, pairs)
 
 
 FAMILIES = {"matrices": Draws()}

@@ -231,6 +231,18 @@ def random_programs(how, seed):
             yield found
 
 
+def covering(stream):
+    """Programs, each with most choices that those before lack, until none has any."""
+    left, seen = dict(enumerate(stream)), set()
+    while left:
+        best = max(left, key=lambda number: len(left[number].chosen - seen))
+        p = left.pop(best)
+        if p.chosen <= seen:
+            return
+        seen |= p.chosen
+        yield p
+
+
 @contextlib.contextmanager
 def wide():
     """Numbers of 64 bits, so that two ways to compute one order it in the same way."""
