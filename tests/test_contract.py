@@ -560,6 +560,37 @@ def test_numbers_may_be_arrays(row):
     assert types((updates, after)) == types((draw(1), state))
 
 
+@pytest.mark.parametrize(
+    "stacked_axes", [1, {"w": 1, "b": 0}, lambda p: {"w": p["w"].ndim - 1, "b": 0}]
+)
+def test_map_params_finds_the_state_of_stacked_layers(stacked_axes):
+    tx = gx.novograd(0.1, stacked_axes=stacked_axes)
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    names = optax.tree.map_params(
+        tx, lambda _, name: name, tx.init(params), {"w": "w", "b": "b"},
+        transform_non_params=lambda _: None,
+    )  # fmt: skip
+    assert optax.tree.get(names, "mu") == optax.tree.get(names, "nu")
+    assert optax.tree.get(names, "nu") == {"w": "w", "b": "b"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_map_params_takes_the_state_of_parameters_in_two_precisions(row):
+    params = {"full": jnp.ones((4, 2)), "half": jnp.ones((4, 2), jnp.bfloat16)}
+    tx, names = row.make(), {"full": "full", "half": "half"}
+    found = optax.tree.map_params(
+        tx,
+        lambda _, name: name,
+        tx.init(params),
+        names,
+        transform_non_params=lambda _: "none",
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    assert set(jax.tree.leaves(found)) <= {"full", "half", "none"}
+    if row.name == "master_weights":
+        assert found.residual == names
+
+
 @in_turn(1)
 def test_masked_and_partition_run_each_part_on_its_own(row):
     params, grads, tx = draw(0), draw(1), row.make()
