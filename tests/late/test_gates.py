@@ -120,9 +120,7 @@ def test_the_staleness_fraction_is_of_dropped_pushes_to_steps():
     )
     assert gx.staleness_fraction(counted) == np.float32(1 / 3)
     for tx in (gx.accumulate(inner, 1), gx.skip_spikes(inner)):
-        around = tx.init(PARAMS)._replace(
-            global_step=jnp.int32(4), inner_state=counted
-        )
+        around = tx.init(PARAMS)._replace(global_step=jnp.int32(4), inner_state=counted)
         assert gx.staleness_fraction(around) == np.float32(1 / 3)
     for tx in (gx.accumulate(optax.sgd(0.1), 1), gx.skip_spikes(optax.sgd(0.1))):
         assert gx.global_step(tx.init(PARAMS)) == 0
