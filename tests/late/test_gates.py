@@ -369,3 +369,15 @@ def test_no_way_to_train_loses_a_weight(train):
         TypeError, match="weight is for a wrapper inside of without_ext"
     ):
         train(tx, weight=2.0)
+
+
+def test_a_gate_stays_one_in_a_plain_pair_of_functions():
+    """``update`` is the gate, so the step of a push that is skipped is not run."""
+    tx = gx.skip_spikes(optax.sgd(0.5))
+    pair = optax.GradientTransformation(tx.init, tx.update)
+    around = gx.accumulate(pair, 1)
+    new, state = gx.apply_gradients(
+        around, PARAMS, around.init(PARAMS), PARAMS, value=np.nan
+    )
+    chex.assert_trees_all_equal(new, PARAMS)
+    assert optax.tree.get(state, "skipped_count") == 1
