@@ -15,7 +15,7 @@ import gradxform as gx
 SGD = optax.sgd(0.1)
 
 
-@pytest.mark.every
+@pytest.mark.quick_case("0.25")
 @pytest.mark.parametrize("l1", [0.0, 0.25, 1.0])
 def test_proximal_adagrad_with_a_schedule(l1):
     tx = gx.proximal_adagrad(lambda count: 0.5 / (1 + count.astype("float32")), 0.1, l1)

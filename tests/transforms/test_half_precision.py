@@ -82,7 +82,7 @@ def numbers(seed):
     return np.where(np.isfinite(x) & (size > 1e-30) & (size < 1e30), x, 1.0)
 
 
-@pytest.mark.every
+@pytest.mark.quick_case("int16-jit")
 @pytest.mark.parametrize(
     ("residual_dtype", "wrap"),
     [("int16", jax.jit), ("int8", lambda f: f), ("bfloat16", jax.jit)],
