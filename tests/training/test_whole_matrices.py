@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
 import gradxform as gx
-from gradxform._matrices import cores, unplaced
+from gradxform._matrices import cores, placements, unplaced
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -221,7 +221,7 @@ def test_few_bytes_travel_and_numbers_are_those_of_one_device(layout, axis_type)
     check(tx, *model, sizes, axis_type, moved=moved, groups=groups)
 
 
-@pytest.mark.quick_case("stack-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "each"), [("stack", 2), ("17 leaves", 3)])
 def test_each_device_multiplies_few_matrices(layout, each):
     """It multiplies as many of them as there are, divided and rounded up."""
@@ -351,6 +351,7 @@ def row_normed(x):
 PRODUCTS = [newton_schulz, with_other_coefficients, row_normed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", PRODUCTS, ids=lambda f: f.__name__)
 def test_products_of_ones_own(f):
     check(each_matrix(f), *TWO, moved=2 / 8 * 8 / 2, groups=2)
@@ -481,6 +482,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_links_and_wrappers_inside(name, axis_type):
@@ -639,7 +641,8 @@ def test_layers_are_refused_by_name():
     with pytest.raises(TypeError, match="may mix layers, by"):
         step(params, tx.init(params), jnp.ones((2, 16)))
     plain = gx.minimize(loss, tx, donate=False)
-    assert plain(params, tx.init(params), jnp.ones((2, 16)))[2].shape == ()
+    traced = jax.eval_shape(plain, params, tx.init(params), jnp.ones((2, 16)))
+    assert traced[2].shape == ()
 
 
 def test_one_device_is_the_same_program():
@@ -674,13 +677,17 @@ def test_without_matrices_nothing_changes():
 
 
 def test_automatic_axes_need_shardings():
-    on = mesh((8,))
-    params = jax.device_put(draw(TWO[0]), places(TWO[1], on))
+    params = jax.device_put(draw(TWO[0]), places(TWO[1], mesh((8,))))
+    state = jax.eval_shape(muon(0.1).init, params)
     tx = gx.whole_matrices(muon(0.1))
-    state = jax.jit(muon(0.1).init)(params)
     with pytest.raises(ValueError, match=r"needs shardings here.*p\.sharding, params"):
-        jax.jit(tx.update)(params, state, params)
-    # Without `jit` the arrays say it.
+        jax.eval_shape(tx.update, params, state, params)
+
+
+@pytest.mark.slow
+def test_without_jit_the_arrays_say_where_they_lie():
+    params = jax.device_put(draw(TWO[0]), places(TWO[1], mesh((8,))))
+    tx, state = gx.whole_matrices(muon(0.1)), jax.jit(muon(0.1).init)(params)
     plain = jax.device_get((params, state, params))
     expected, _ = jax.jit(muon(0.1).update)(*plain)
     updates, _ = tx.update(params, state, params)
@@ -712,6 +719,7 @@ def test_wrong_shardings(name):
         jax.jit(tx.update)(params, tx.init(params), params)
 
 
+@pytest.mark.slow
 def test_a_prefix_of_shardings():
     on = mesh((8,))
     shapes = {"a": {"w": (M, N), "v": (M, N)}, "b": (6,)}
@@ -725,6 +733,7 @@ def test_a_prefix_of_shardings():
     close(jax.device_get(jax.jit(ours.update)(params, state, params)[0]), expected)
 
 
+@pytest.mark.slow
 def test_other_places_than_said_change_no_number():
     tx, params = muon(0.1), draw(TWO[0])
     wrong = dict.fromkeys("wv", COLUMNS) | {"b": P()}
@@ -754,6 +763,7 @@ def expected_updates(plain):
     return jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(plain)
 
 
+@pytest.mark.slow
 def test_types_stay(small):
     tx, params, state, _ = small
     types = [str(jax.typeof(x)) for x in jax.tree.leaves((params, state))]
@@ -821,6 +831,7 @@ def test_derivatives(small):
     close(jax.device_get(given["w"]), expected["w"], tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_no_gradient_and_no_parameters(small):
     tx, params, _, plain = small
     updates, _ = jax.jit(tx.update)({}, tx.init({}), {})
@@ -905,6 +916,7 @@ def constrained(spec, named):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("named", [True, False], ids=["sharding", "spec"])
 @pytest.mark.parametrize("stacked", [True, False])
@@ -1152,3 +1164,72 @@ def test_the_last_product_is_that_of_a_constant_and_a_stack(number, last, spec):
     g = draw({"w": (number, 8, 16)})["w"]
     got = jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(jax.device_put(g, there))
     np.testing.assert_allclose(got, update(g), rtol=1e-4, atol=1e-4)
+
+
+def factors(p, axes):
+    return [jnp.eye(p.shape[axis]) for axis in axes]
+
+
+def factors_of_groups():
+    """Rows of one group of parameters, columns of the other one."""
+    groups = {
+        name: optax.GradientTransformation(
+            lambda params, axis=axis: jax.tree.map(
+                lambda p: factors(p, [axis]), params
+            ),
+            optax.identity().update,
+        )
+        for axis, name in enumerate(["rows", "columns"])
+    }
+    labels = {name: "columns" if name in "bd" else "rows" for name in "abcde"}
+    return optax.partition(groups, labels).init
+
+
+# An ``init``, and how many parameters it sees beside a trace or two of all.
+STATES = {
+    "factors": (lambda params: jax.tree.map(lambda p: factors(p, [0, 1]), params), 3),
+    "of groups": (factors_of_groups(), 4),
+    "no placeholder": (lambda p: {k: factors(x, [0, 1]) for k, x in p.items()}, 5),
+    "of all parameters": (
+        lambda params: jnp.zeros(sum(p.size for p in jax.tree.leaves(params))),
+        5,
+    ),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", STATES)
+def test_of_equal_parameters_one_says_where_a_state_lies(name):
+    """Where nobody says where a state lies, it is as ``abstract_state`` says."""
+    init, most = STATES[name]
+    by_rows, by_columns = (NamedSharding(mesh([8]), spec) for spec in (ROWS, COLUMNS))
+    where = dict.fromkeys("abce", by_rows) | {"d": by_columns}
+    shapes = dict.fromkeys("abcd", (16, 16)) | {"e": (16, 24)}
+    params = jax.tree.map(
+        lambda shape, there: jax.ShapeDtypeStruct(shape, "float32", sharding=there),
+        *(shapes, where),
+        is_leaf=is_shape,
+    )
+    like = gx.abstract_state(
+        optax.GradientTransformation(init, optax.identity().update), params
+    )
+    seen = []
+
+    def counted(params):
+        seen.append(len(jax.tree.leaves(params)))
+        return init(params)
+
+    def step(grads, state):
+        args = grads, grads, state, {}
+        placed = placements.found(counted, args, where)
+        start = 2 * len(jax.tree.leaves(grads))
+        names = [
+            placed.names.get(start + n) for n in range(len(jax.tree.leaves(state)))
+        ]
+        for found, x in zip(names, jax.tree.leaves(like), strict=True):
+            there = NamedSharding(by_rows.mesh, placements.spec_of(found))
+            assert there.is_equivalent_to(x.sharding, x.ndim)
+
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    jax.eval_shape(step, jax.tree.map(lambda p: jnp.zeros(p.shape), params), state)
+    assert max(seen) <= most
