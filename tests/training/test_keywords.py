@@ -476,7 +476,7 @@ WORDS = dict.fromkeys(
 WORDS["worker_mean"] = ("local_step", "worker")
 
 
-@pytest.mark.quick_case("accumulate")
+@pytest.mark.quick_case("lazy")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", AROUND)
 def test_what_a_transformation_hides_is_found_by_its_trace(name):

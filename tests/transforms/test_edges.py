@@ -45,6 +45,7 @@ def test_ftrl_with_another_power_starts_from_any_sum(start):
     np.testing.assert_allclose(new, -z / (n**0.7 / 0.5), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_residual_is_the_nearest_whole_number():
     """float16 has steps of 2**-24 here, int16 divides them, and float32 is finer."""
     start, part = 2.0**-19, 2.0**-40
