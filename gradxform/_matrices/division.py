@@ -242,9 +242,11 @@ class _Branch:
         few: int,
     ) -> None:
         program = programs.inlined(closed)
-        closed = divided(program, few, _owners(program, few, outside))
+        self._owners = _owners(program, few, outside)
+        closed = divided(program, few, self._owners)
+        if closed is not program:
+            self._owners = _owners(closed, few, outside)
         self.jaxpr, self._outside = closed.jaxpr, outside
-        self._owners = _owners(closed, few, outside)
         self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self._env |= zip(self.jaxpr.invars, operands, strict=True)
         self._few = few
