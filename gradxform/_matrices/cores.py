@@ -215,15 +215,15 @@ class Lying(NamedTuple):
     Attributes:
       new: for variables of the state those that replace them.
       gradients: variables of gradients: those of one core are of one parameter.
-      uncut: variables that are whole on each device.
-      names: the mesh axes that cut an argument.
+      uncut: finds the variables that are whole on each device.
+      names: the mesh axes that cut an argument, where something says it.
       lies: (variable, its axes of matrices, gradient, its axes) -> whether it may lie
         where they are; None: it does already.
     """
 
     new: Mapping[Var, Var]
     gradients: Collection[Var]
-    uncut: set[Var]
+    uncut: Callable[[], set[Var]]
     names: Mapping[Var, Names]
     lies: Callable[[Var, Axes, Var, Axes], bool | None]
 
@@ -329,7 +329,7 @@ class TracedUpdate:
                 self._check(owner, indices, lying)
             except NoCoreError:
                 read = jaxprs.variables_read(self.equations[n] for n in indices)
-                if not lying.uncut.issuperset(read):
+                if not lying.uncut().issuperset(read):
                     raise
                 continue
             part = _Part.of(self, owner, indices, lying)

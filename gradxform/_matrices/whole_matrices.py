@@ -329,14 +329,18 @@ class CutStep:
         """The variables of arguments, and where they lie."""
         outvars = self.closed.jaxpr.outvars
         variables = dict(zip(self.given, self.closed.jaxpr.invars, strict=True))
-        names = {x: placed.names[n] for n, x in variables.items() if n in placed.names}
+
+        def named(names: Mapping[int, Names]) -> dict[Var, Names]:
+            return {x: names[n] for n, x in variables.items() if n in names}
+
         pairs = [
             (y, n)
             for y, n in zip(outvars, self.replaces, strict=True)
             if jaxprs.is_variable(y) and n in variables
         ]
         return Arguments(
-            names,
+            named(placed.names),
+            lambda: named(placed.likely()),
             frozenset(x for n, x in variables.items() if n in placed.known),
             {variables[n]: y for y, n in pairs if n >= self.num_updates},
             tuple(x for n, x in variables.items() if n < self.num_updates),
