@@ -135,17 +135,20 @@ class Matrices:
         if count == 1:
             found = one(*(x if is_same else x[0] for x, is_same in pairs))
             return [x[None] for x in found]
-        of_all = jax.vmap(one, [None if is_same else 0 for is_same in are_same])
         if several := self._several(are_same, count):
-            of_all = several
-        conditionals = len(jaxprs.anywhere(self.program.jaxpr, Op.COND))
-        if not conditionals:
-            return of_all(*arrays)
+            return several(*arrays)
+        of_all = jax.vmap(one, [None if is_same else 0 for is_same in are_same])
         traced = jax.make_jaxpr(of_all)(*arrays)
-        if len(jaxprs.anywhere(traced.jaxpr, Op.COND)) < conditionals:
+        if not self._has_conditionals(traced):
             # Predicates differ: under `vmap` each matrix would run all branches.
             return self._one_by_one(one, pairs)
         return jaxprs.run(traced.jaxpr, [*traced.consts, *arrays])
+
+    def _has_conditionals(self, traced: ClosedJaxpr) -> bool:
+        """Whether a program of several matrices has those of one, and no selections."""
+        programs = traced.jaxpr, self.program.jaxpr
+        found, wanted = (len(jaxprs.anywhere(x, Op.COND)) for x in programs)
+        return found >= wanted
 
     def _several(
         self, are_same: Sequence[bool], count: int
@@ -164,6 +167,8 @@ class Matrices:
         try:
             program = _for_entries(self.undivided, before, after, count)
         except MixedSlicesError:  # Of one entry each is the same.
+            return None
+        if not self._has_conditionals(program):
             return None
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
