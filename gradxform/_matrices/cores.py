@@ -138,6 +138,8 @@ class Matrices:
         if several := self._several(are_same, count):
             return several(*arrays)
         of_all = jax.vmap(one, [None if is_same else 0 for is_same in are_same])
+        if not jaxprs.anywhere(self.program.jaxpr, Op.COND):
+            return of_all(*arrays)
         traced = jax.make_jaxpr(of_all)(*arrays)
         if not self._has_conditionals(traced):
             # Predicates differ: under `vmap` each matrix would run all branches.
