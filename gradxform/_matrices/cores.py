@@ -256,7 +256,7 @@ class TracedUpdate:
         """Finds to whom its equations belong."""
         self.jaxpr, self.equations = closed.jaxpr, jaxprs.equations(closed.jaxpr)
         few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
-        self.free = self.made_of([*few, *self.jaxpr.constvars])
+        self.free = jaxprs.made_of(self.equations, [*few, *self.jaxpr.constvars])
         self._merge(closed.consts)
         self.jaxpr = closed.jaxpr.replace(eqns=self.equations)
         self.closed = closed.replace(jaxpr=self.jaxpr, consts=closed.consts)
@@ -296,23 +296,6 @@ class TracedUpdate:
             for owner, indices in found.items()
             if any(is_of_matrices(self.equations[n]) for n in indices)
         }
-
-    def made_of(self, given: Iterable[Var]) -> set[Var]:
-        """Some variables, and those that are made of such alone."""
-        found = set(given)
-        for eqn in self.equations:
-            read = filter(jaxprs.is_variable, eqn.invars)
-            if found.issuperset(read) and not eqn.effects:
-                found.update(eqn.outvars)
-        return found
-
-    def descendants(self, given: Iterable[Var]) -> set[Var]:
-        """Some variables, and those that are made of one of them."""
-        found = set(given)
-        for eqn in self.equations:
-            if jaxprs.among(eqn.invars, found):
-                found.update(eqn.outvars)
-        return found
 
     def names(
         self, names: Mapping[Var, Names], sizes: Mapping[str, int]
@@ -618,13 +601,9 @@ class _Part:
 
     def _after_matrices(self) -> set[int]:
         """The positions of operations on matrices, and of those that need one."""
-        after = set(self._of_matrices)
-        made = {x for k in after for x in self.equations[k].outvars}
-        for k in self._own:
-            if jaxprs.among(self.equations[k].invars, made):
-                made.update(self.equations[k].outvars)
-                after.add(k)
-        return after
+        of_matrices = (x for k in self._of_matrices for x in self.equations[k].outvars)
+        made = jaxprs.descendants(self.equations[self.num_free :], of_matrices)
+        return {k for k in self._own if not made.isdisjoint(self.equations[k].outvars)}
 
     def _between(self) -> set[int]:
         """The positions of equations between operations on matrices."""

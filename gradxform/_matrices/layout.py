@@ -93,7 +93,7 @@ class Layout:
 
         def uncut() -> set[Var]:
             whole = [x for x, cuts in likely().items() if not any(cuts)]
-            return update.made_of([*whole, *update.free])
+            return jaxprs.made_of(update.equations, [*whole, *update.free])
 
         def lies(x: Var, axes: Axes, lead: Var, of_lead: Axes) -> bool | None:
             base = _base((names if lead in names else likely()).get(lead), of_lead)

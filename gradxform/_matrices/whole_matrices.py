@@ -361,11 +361,11 @@ class CutStep:
         """
         jaxpr, mesh = self.closed.jaxpr, next(iter(types.values())).mesh
         env = self._env(arrays)
-        explicit = mesh.explicit_axes
-        typed = self.update.descendants(
-            x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes
+        explicit, eqns = mesh.explicit_axes, self.update.equations
+        typed = jaxprs.descendants(
+            eqns,
+            (x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes),
         )
-        eqns = self.update.equations
         outside = [eqn for eqn in eqns if typed.isdisjoint(eqn.outvars)]
         jaxprs.advance(jaxprs.needed(outside, jaxpr.outvars), env)
         shardings: dict[int, NamedSharding] = {}
