@@ -1,18 +1,14 @@
 """The pages run as JAX comes: it promotes dtypes and ranks."""
 
-import pathlib
-
 import jax
 import pytest
-
-PAGES = pathlib.Path(__file__).parent
 
 
 @pytest.hookimpl(tryfirst=True)  # Before pytest leaves out what `-m` does not name.
 def pytest_collection_modifyitems(items):
     """The blocks of a page take seconds, so they are slow tests."""
     for item in items:
-        if item.path.is_relative_to(PAGES):
+        if item.nodeid.startswith("docs/"):
             item.add_marker(pytest.mark.slow)
 
 

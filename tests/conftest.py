@@ -112,7 +112,8 @@ def pytest_collection_modifyitems(config, items):
             ids, (cheap,) = [item.callspec.id for item in cases], named.args
             if cheap in ids:
                 taken = ids.index(cheap)
-            elif not any("[" in arg for arg in config.args):  # They may name others.
+            # An older JAX may lack it, and so does a run of named cases.
+            elif NEWEST_JAX and not any("[" in arg for arg in config.args):
                 raise pytest.UsageError(f"{name} has no case {cheap!r} for quick_case.")
         for number, item in enumerate(cases):
             if number != taken:

@@ -379,6 +379,7 @@ def test_compiling_is_measured(monkeypatch):
     assert lines[0]["equations"] == 0 < lines[1]["equations"]
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.usefixtures("standard_promotion")
 def test_optimizers_of_matrices_are_compared(tmp_path, monkeypatch, capsys):

@@ -15,6 +15,7 @@ import gradxform as gx
 
 PARAMS = {"layer": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}}
 GRADS = jax.tree.map(jnp.ones_like, PARAMS)
+ONE_ENTRY = BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 3))
 
 SGD = {"inner": optax.sgd(0.1)}
 RATE = {"learning_rate": 0.1}
@@ -129,7 +130,12 @@ def test_local_step_that_is_no_integer(local_step):
         ),
         (jnp.ones(3), r"grads and params differ at \['layer'\]"),
         (
-            {"layer": {"w": BCOO.fromdense(jnp.ones((2, 3))), "b": None}},
+            {
+                "layer": {
+                    "w": BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(2, 3)),
+                    "b": None,
+                }
+            },
             r"\['w'\]: grads has a node jax\.experimental\.\S+\.BCOO, no array, params",
         ),
     ],

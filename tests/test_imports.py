@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import pickle, sys, optax
 before = set(sys.modules)
@@ -22,6 +24,7 @@ assert ServerStats is gradxform.ServerStats and engines is gradxform.engines
 """
 
 
+@pytest.mark.slow
 def test_server_and_engines_are_imported_when_they_are_used():
     output = subprocess.run(
         [sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True

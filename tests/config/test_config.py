@@ -1,25 +1,21 @@
 """Transformations from dicts and from Keras's configs, beside those they stand for.
 
-Each system that is named here has written its literal config. Keras 3 itself runs here,
-on its JAX backend.
+Each system that is named here has written its literal config. Keras itself runs in
+`test_keras.py`.
 """
 
 import copy
 import dataclasses
-import functools
 import inspect
 import json
-import os
+import pathlib
 import random
 import re
 import traceback
 
-os.environ["KERAS_BACKEND"] = "jax"
-
 import chex
 import jax
 import jax.numpy as jnp
-import keras
 import ml_collections
 import numpy as np
 import optax
@@ -512,52 +508,10 @@ WRONG = [
 ]  # fmt: skip
 
 
-# Keras 3 beside the transformations that its own configs build.
+# Schedules, beside those of Keras 3 and of papers.
 
-S = keras.optimizers.schedules
-SCHEDULES = {
-    "exponential": S.ExponentialDecay(0.5, 3, 0.7),
-    "exponential-staircase": S.ExponentialDecay(0.5, 3, 0.7, staircase=True),
-    "inverse-time": S.InverseTimeDecay(0.5, 3, 0.7),
-    "inverse-time-staircase": S.InverseTimeDecay(0.5, 3, 0.7, staircase=True),
-    "cosine": S.CosineDecay(0.5, 7, alpha=0.1),
-    "cosine-warmup": S.CosineDecay(
-        0.1, 7, alpha=0.1, warmup_target=0.5, warmup_steps=4
-    ),
-    "cosine-no-warmup-steps": S.CosineDecay(0.1, 7, warmup_target=0.5),
-    "cosine-warmup-without-target": S.CosineDecay(0.1, 7, warmup_steps=4),
-    "piecewise-constant": S.PiecewiseConstantDecay([2, 5, 6], [0.5, 0.3, 0.0, 0.1]),
-    "piecewise-constant-fractions": S.PiecewiseConstantDecay(
-        [2.5, 5.0], [0.5, 0.3, 1.0]
-    ),
-    "cosine-restarts": S.CosineDecayRestarts(0.5, 3, 1.5, 0.8, alpha=0.1),
-    "polynomial": S.PolynomialDecay(0.5, 6, 0.01),
-    "polynomial-root": S.PolynomialDecay(0.5, 6, 0.01, power=0.5),
-    "polynomial-cycle": S.PolynomialDecay(0.5, 6, 0.01, power=2.0, cycle=True),
-}
-SETTINGS = {
-    "plain": {},
-    "accumulator": {"initial_accumulator_value": 0.5, "epsilon": 1e-2},
-    "clipnorm": {"clipnorm": 0.5},
-    "clipnorm-0": {"clipnorm": 0.0},
-    "clipvalue": {"clipvalue": 0.2},
-    "global-clipnorm": {"global_clipnorm": 0.5},
-    "weight-decay": {"weight_decay": 0.1},
-    "weight-decay-0": {"weight_decay": 0.0},
-    "weight-decay-clipnorm": {"weight_decay": 0.1, "clipnorm": 0.5},
-    "weight-decay-clipvalue": {"weight_decay": 0.1, "clipvalue": 0.2},
-    "weight-decay-global-clipnorm": {"weight_decay": 0.1, "global_clipnorm": 0.5},
-    "accumulation": {"gradient_accumulation_steps": 2},
-    "accumulation-0": {"gradient_accumulation_steps": 0},
-    "accumulation-weight-decay-clipnorm": {
-        "gradient_accumulation_steps": 3,
-        "weight_decay": 0.1,
-        "clipnorm": 0.5,
-    },
-}
-
-# Keras warns of this under NumPy 2.
-runs_keras = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+GOLDEN = pathlib.Path(test_golden.__file__).parent / "golden/keras3_schedules.json"
+KERAS3_SCHEDULES = {c["name"]: c for c in json.loads(GOLDEN.read_text())["cases"]}
 
 
 def rates(configs, steps):
@@ -576,14 +530,12 @@ def rates(configs, steps):
     return {k: jnp.stack([each[k] for each in found]) for k in txs}
 
 
-@runs_keras
-@pytest.mark.every
 @pytest.mark.usefixtures("standard_promotion")
 def test_schedules_are_those_of_keras():
-    steps = [*range(13), 20, 29]
-    configs = {k: through_json(S.serialize(each)) for k, each in SCHEDULES.items()}
-    for name, got in rates(configs, steps).items():
-        expected = [np.asarray(SCHEDULES[name](jnp.int32(step))) for step in steps]
+    counts = KERAS3_SCHEDULES["exponential"]["counts"]
+    configs = {name: case["config"] for name, case in KERAS3_SCHEDULES.items()}
+    for name, got in rates(configs, counts).items():
+        expected = KERAS3_SCHEDULES[name]["rates"]
         np.testing.assert_allclose(got, expected, rtol=2e-6, atol=1e-8, err_msg=name)
 
 
@@ -623,22 +575,20 @@ def cycles(step, length):
 
 
 # Whole periods, at each multiple: compiled, a division may miss one by a rounding.
+RESTARTS, INVERSE, POLYNOMIAL = (
+    ("cosine_decay_restarts", "first_decay_steps"),
+    ("inverse_time_decay", "transition_steps"),
+    ("polynomial_decay", "transition_steps"),
+)
 PERIODIC = {
-    "restarts": (sgdr, S.CosineDecayRestarts, {"m_mul": 0.5}),
-    "restarts of one length": (sgdr, S.CosineDecayRestarts, {"t_mul": 1.0}),
-    "restarts, longer by half": (sgdr, S.CosineDecayRestarts, {"t_mul": 1.5}),
-    "staircase": (
-        *(inverse_time, S.InverseTimeDecay),
-        {"decay_rate": 0.5, "staircase": True},
-    ),
-    "cycle": (
-        *(cycles, S.PolynomialDecay),
-        {"end_learning_rate": 0.1, "power": 2.0, "cycle": True},
-    ),
+    "restarts": (sgdr, RESTARTS, {"m_mul": 0.5}),
+    "restarts of one length": (sgdr, RESTARTS, {"t_mul": 1.0}),
+    "restarts, longer by half": (sgdr, RESTARTS, {"t_mul": 1.5}),
+    "staircase": (inverse_time, INVERSE, {"decay_rate": 0.5, "staircase": True}),
+    "cycle": (cycles, POLYNOMIAL, {"end_value": 0.1, "power": 2.0, "cycle": True}),
 }
 
 
-@runs_keras
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize("length", [41, 1000, 10_000, 100_000, 1_000_000])
 def test_long_schedules_begin_each_period_on_time(length, x64):
@@ -646,14 +596,14 @@ def test_long_schedules_begin_each_period_on_time(length, x64):
     steps = sorted({0, *near})
     with jax.enable_x64(x64):
         configs = {
-            name: through_json(S.serialize(schedule(1.0, length, **options)))
-            for name, (_, schedule, options) in PERIODIC.items()
+            case: {"name": name, "init_value": 1.0, period: length, **options}
+            for case, (_, (name, period), options) in PERIODIC.items()
         }
         found = rates(configs, steps)
-    for name, (formula, _, options) in PERIODIC.items():
+    for case, (formula, _, options) in PERIODIC.items():
         extra = options if formula is sgdr else {}
         expected = [formula(step, length, **extra) for step in steps]
-        np.testing.assert_allclose(found[name], expected, 5e-6, 1e-6, err_msg=name)
+        np.testing.assert_allclose(found[case], expected, 5e-6, 1e-6, err_msg=case)
 
 
 def test_a_rate_that_counts_pushes_does_not_overflow():
@@ -699,70 +649,6 @@ def test_our_schedules_need_no_promotion_of_dtypes(name, flags):
     rate = {"name": name, "init_value": 1, **OURS[name], **flags}
     tx = gx.from_config({"name": "scale_by_learning_rate", "learning_rate": rate})
     jax.jit(tx.update)(jnp.ones(()), tx.init(PARAMS))
-
-
-STRENGTHS = {"l1_regularization_strength": 0.5, "l2_regularization_strength": 0.1}
-FTRLS = functools.partial(keras.optimizers.Ftrl, beta=0.2, **STRENGTHS)
-CASES = [(keras.optimizers.Adagrad, setting, None) for setting in SETTINGS]
-CASES += [(keras.optimizers.Adagrad, "plain", name) for name in SCHEDULES]
-CASES += [
-    (keras.optimizers.Adagrad, *case)
-    for case in (
-        *(("weight-decay", name) for name in ("exponential", "cosine-warmup")),
-        # There the rates count pushes, not steps.
-        *(("accumulation", name) for name in ("exponential", "piecewise-constant")),
-        ("accumulation-weight-decay-clipnorm", "cosine-warmup"),
-    )
-]
-CASES += [(FTRLS, k, "exponential") for k in SETTINGS if k != "accumulator"]
-
-
-@pytest.mark.slow
-@runs_keras
-@pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(("make", "setting", "schedule"), CASES)
-def test_trains_as_keras_does_step_for_step(make, setting, schedule):
-    optimizer = make(SCHEDULES[schedule] if schedule else 0.3, **SETTINGS[setting])
-    if make is FTRLS and SETTINGS[setting].get("weight_decay"):
-        with pytest.raises(ValueError, match=r"weight_decay=0\.1 is not offered"):
-            gx.from_config(optimizer.get_config())
-    else:
-        trains_alike(optimizer)
-
-
-def trains_alike(optimizer):
-    tx = gx.from_config(optimizer.get_config())
-    config = gx.get_config(tx)
-    serialized = through_json(keras.optimizers.serialize(optimizer))
-    assert gx.get_config(gx.from_config(serialized)) == config
-    assert gx.get_config(gx.from_config(through_json(config))) == config
-    assert "class_name" not in json.dumps(config)  # It has our names.
-
-    variables = {k: keras.Variable(p, name=k) for k, p in PARAMS.items()}
-    optimizer.build(list(variables.values()))
-    params, state = PARAMS, tx.init(PARAMS)
-    step = jax.jit(lambda g, s, p: gx.apply_gradients(tx, g, s, p))
-    for grads in gradients(9):
-        optimizer.apply([grads[k] for k in variables])
-        params, state = step(grads, state, params)
-        expected = {k: np.asarray(v.value) for k, v in variables.items()}
-        chex.assert_trees_all_close(params, expected, rtol=1e-6, atol=1e-6)
-
-
-@runs_keras
-def test_the_name_that_a_user_chose():
-    optimizer = keras.optimizers.Adagrad(0.5, name="mine")
-    with pytest.raises(ValueError, match="unknown name 'mine'"):
-        gx.from_config(optimizer.get_config())
-    config = gx.get_config(gx.from_config(keras.optimizers.serialize(optimizer)))
-    given = {"initial_accumulator_value": 0.1, "eps": 1e-7, "eps_in_sqrt": True}
-    assert config == {"name": "adagrad", "learning_rate": 0.5, **given}
-    numbered = keras.optimizers.Adagrad(0.5, name="adagrad_12").get_config()
-    assert gx.get_config(gx.from_config(numbered)) == config
-    # A class derived from Keras's is not taken for it.
-    derived = type("Adagrad", (keras.optimizers.Adagrad,), {"__module__": "__main__"})
-    with pytest.raises(ValueError, match=r"class 'Adagrad' of None is not read"):
-        gx.from_config(keras.optimizers.serialize(derived(0.1)))
 
 
 # What all Keras's Adagrad wrote, and what those of Keras 3.15.1 and of TensorFlow

@@ -167,6 +167,7 @@ OTHERS = {
 AUTOMATIC = {"muon", "lbfgs"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", AXES)
 @pytest.mark.parametrize("name", OTHERS)
 def test_others(name, axis_type, tmp_path):

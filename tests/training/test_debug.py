@@ -64,6 +64,7 @@ def test_with_jit_nothing_is_shown():
         step(params, tx.init(params), X)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_layer_names_the_line():
     def logarithm_of_a_loss(updates, params):
         del params

@@ -330,6 +330,7 @@ def test_about_two_layers_need_room(name, memory):
     assert compiled.memory_analysis().temp_size_in_bytes <= 0.15 * size
 
 
+@pytest.mark.quick_case("device-AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_on_a_mesh(kind, memory):
@@ -379,6 +380,7 @@ def test_without_jit_the_layers_run_one_by_one(memory):
         check(evaluated(put(params, memory), X), two_stacks(params, X))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_inside_of_other_transformations(memory):
     params, batch = start(), jnp.stack([X, 2 * X, -X])

@@ -141,6 +141,7 @@ HOWS = {
 }
 
 
+@pytest.mark.quick_case("has_aux")
 @pytest.mark.parametrize("how", HOWS)
 def test_each_kind_of_step(how):
     """Keyword-only, an array and a flag; the expected step is one without keywords."""

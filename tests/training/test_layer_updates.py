@@ -342,6 +342,7 @@ def rates_in_state(make):
     return optax.GradientTransformation(lambda p: (make(p), jnp.zeros(3)), update)
 
 
+@pytest.mark.slow
 def test_rates_in_a_state():
     first = rates_in_state(lambda p: jnp.asarray(HALVES))
     second = rates_in_state(lambda p: 0.5 ** jnp.arange(len(p["blocks"]["w"])))
@@ -574,6 +575,7 @@ def low(tx, **given):
     return gx.low_bit_state(tx, min_size=1, block_size=8, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "advice", "advised"),
     [

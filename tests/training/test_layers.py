@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 # Losses and ways to step. tests/training/test_on_host.py has them with a state there.
 
 
-@pytest.mark.quick_case("teacher_first-a clip, then a sum")
+@pytest.mark.quick_case("plain-adagrad")
 @pytest.mark.parametrize(("loss", "way"), pairs(LOSSES, ONE_PASS))
 def test_any_loss_and_any_optimizer(loss, way):
     check(LOSSES[loss], WAYS[way])
@@ -73,7 +73,7 @@ def test_half_precision(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
-@pytest.mark.quick_case("an injected clip-encoder_and_decoder")
+@pytest.mark.quick_case("clip_by_block_rms-backwards")
 @pytest.mark.parametrize(
     ("way", "loss"),
     [
@@ -86,7 +86,7 @@ def test_two_passes(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
-@pytest.mark.quick_case("adapted-layers4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "layers"),
     [
@@ -112,6 +112,7 @@ def test_tables_beside_layers(way, layers):
     check(one, WAYS[way], rtol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "layers"),
     [
@@ -140,6 +141,7 @@ def test_a_state_for_the_trainable_part(tx, layers):
     chex.assert_trees_all_close(params, wanted[0], rtol=2e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_masked_node_stays():
     """It is no parameter, also inside of the layers."""
 
@@ -154,6 +156,7 @@ def test_a_masked_node_stays():
     check(Loss(loss_fn, make=make), optax.sgd(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (WIDTH,)])
 def test_an_extra_argument_has_other_shapes(shape):
     """It is a tree like the parameters, but without layers."""
@@ -167,6 +170,7 @@ def test_an_extra_argument_has_other_shapes(shape):
     check(plain, Way(tx, lambda *_: {"factors": factors}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "shapes", "is_cast"),
     half(
@@ -258,6 +262,7 @@ def test_a_debugger_gets_the_ordinary_step():
         check(plain, optax.sgd(0.1))
 
 
+@pytest.mark.slow
 def test_a_push_with_nan_is_skipped():
     tx = gx.accumulate(optax.sgd(0.1), 1, skip_nonfinite=True)
     step = gx.minimize(plain, tx, layers=["blocks"], two_passes=True, donate=False)
@@ -334,6 +339,7 @@ def test_a_weight_that_is_none_is_an_error(weight):
         step(start(), tx.init(start()), IDS, Y, weight=weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [["blocks"], ()])
 def test_a_weight_below_0_makes_a_compiled_step_nan(layers):
     tx = gx.accumulate(optax.sgd(0.1), 1)
@@ -774,6 +780,7 @@ NEAR += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "shapes", "tx"), NEAR)
 def test_a_threshold_lies_near_the_size_of_a_stack(length, shapes, tx):
     """Another number of layers would be another program, or another state."""

@@ -106,6 +106,7 @@ def test_they_get_what_optax_asks_for(around, name):
 BACKTRACKING = SEARCHES["backtracking"]
 
 
+@pytest.mark.slow
 def test_the_loss_that_they_evaluate_has_its_keywords():
     """Arrays and flags, also beside words of a gate, and with an aux."""
 
@@ -147,6 +148,7 @@ def test_local_steps_search_too():
     chex.assert_trees_all_close((new, losses), (params, jnp.stack(want)), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_part_of_a_table_is_a_part_when_the_loss_is_evaluated():
     """Otherwise the ids of its rows would be read as their positions."""
     table = jnp.arange(20.0).reshape(10, 2) / 10

@@ -166,6 +166,7 @@ class Training:
 TYPES = {"automatic": AxisType.Auto, "explicit": AxisType.Explicit}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "optimizer", "by_matrix", "is_explicit"), pairwise(USES, OPTIMIZERS)
 )
@@ -178,6 +179,7 @@ def test_wrappers(name, optimizer, by_matrix, is_explicit):
     close(actual, training.expected(), TOLERANCE[optimizer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", TYPES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_scan_of_steps(optimizer, axes):
@@ -220,6 +222,7 @@ def test_without_jit(optimizer, axes):
     close(jax.device_get(now), training.expected(), TOLERANCE[optimizer])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", TYPES)
 def test_two_updates_in_one_program(axes):
     """Of two optimizers; the second one goes on where the first one ended."""
@@ -251,6 +254,7 @@ def described(tree):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", TYPES)
 @pytest.mark.parametrize("name", ["alone", "chain around", "drop_stale around"])
 def test_states_before_the_first_step(name, axes):
@@ -292,6 +296,7 @@ def loss(params):
     return sum(jnp.sum(jnp.cos(3 * x)) for x in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", TYPES)
 def test_minimize(axes):
     """Loss, gradients and update in one program."""
@@ -429,6 +434,7 @@ def test_a_refused_conditional_is_named_by_its_own_line():
         jax.jit(tx.update)(params, tx.init(params), params)
 
 
+@pytest.mark.slow
 def test_factors_of_leaves_by_rows_of_all_devices():
     """Types say where they are: they have no copies, and travel once each way."""
     names = [f"w{n}" for n in range(8)]

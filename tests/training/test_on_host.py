@@ -154,13 +154,14 @@ def test_the_order_in_which_gradients_are_known(wrap):
     assert [names[n] for n in tpu.backwards(scan)] == ["a", "c", "b"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "way"),
     [
         ("backwards", "adagrad"),
-        pytest.param("backwards", "adamw", marks=pytest.mark.slow),
-        pytest.param("partly_frozen", "adamw", marks=pytest.mark.slow),
-        pytest.param("tied", "clip_by_global_norm", marks=pytest.mark.slow),
+        ("backwards", "adamw"),
+        ("partly_frozen", "adamw"),
+        ("tied", "clip_by_global_norm"),
     ],
 )
 def test_loops_for_tpu(loss, way, monkeypatch):
@@ -180,6 +181,7 @@ def test_a_step_of_your_own():
     same(got, wanted)
 
 
+@pytest.mark.slow
 def test_local_steps_from_parameters_there():
     """A state on the device is donated; parameters never are."""
     tx, batches = optax.adam(0.1), jnp.stack([batch(0), batch(1)])
@@ -208,9 +210,8 @@ def test_a_checkpoint(way, memory, tmp_path):
     same(got, trained)
 
 
-@pytest.mark.parametrize(
-    "wrap", [jax.jit, pytest.param(lambda f: f, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "without jit"])
 def test_master_weights_of_parameters_there(wrap):
     """For export: each in the memory of its parameter."""
     tx = gx.master_weights(optax.sgd(0.1))
@@ -623,6 +624,7 @@ def test_a_new_state_on_a_mesh(name, kind, params_too):
     chex.assert_trees_all_equal(*values)
 
 
+@pytest.mark.slow
 def test_boxes():
     """Of Linen and of NNX."""
     state = {"w": nn.Partitioned(jnp.ones((8, 8)), names=(None, "x"))}

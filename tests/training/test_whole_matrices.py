@@ -221,7 +221,7 @@ def test_few_bytes_travel_and_numbers_are_those_of_one_device(layout, axis_type)
     check(tx, *model, sizes, axis_type, moved=moved, groups=groups)
 
 
-@pytest.mark.quick_case("stack-2")
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "each"), [("stack", 2), ("17 leaves", 3)])
 def test_each_device_multiplies_few_matrices(layout, each):
     """It multiplies as many of them as there are, divided and rounded up."""
@@ -351,6 +351,7 @@ def row_normed(x):
 PRODUCTS = [newton_schulz, with_other_coefficients, row_normed]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", PRODUCTS, ids=lambda f: f.__name__)
 def test_products_of_ones_own(f):
     check(each_matrix(f), *TWO, moved=2 / 8 * 8 / 2, groups=2)
@@ -481,6 +482,7 @@ INSIDE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("name", INSIDE)
 def test_links_and_wrappers_inside(name, axis_type):
@@ -639,7 +641,8 @@ def test_layers_are_refused_by_name():
     with pytest.raises(TypeError, match="may mix layers, by"):
         step(params, tx.init(params), jnp.ones((2, 16)))
     plain = gx.minimize(loss, tx, donate=False)
-    assert plain(params, tx.init(params), jnp.ones((2, 16)))[2].shape == ()
+    traced = jax.eval_shape(plain, params, tx.init(params), jnp.ones((2, 16)))
+    assert traced[2].shape == ()
 
 
 def test_one_device_is_the_same_program():
@@ -674,13 +677,17 @@ def test_without_matrices_nothing_changes():
 
 
 def test_automatic_axes_need_shardings():
-    on = mesh((8,))
-    params = jax.device_put(draw(TWO[0]), places(TWO[1], on))
+    params = jax.device_put(draw(TWO[0]), places(TWO[1], mesh((8,))))
+    state = jax.eval_shape(muon(0.1).init, params)
     tx = gx.whole_matrices(muon(0.1))
-    state = jax.jit(muon(0.1).init)(params)
     with pytest.raises(ValueError, match=r"needs shardings here.*p\.sharding, params"):
-        jax.jit(tx.update)(params, state, params)
-    # Without `jit` the arrays say it.
+        jax.eval_shape(tx.update, params, state, params)
+
+
+@pytest.mark.slow
+def test_without_jit_the_arrays_say_where_they_lie():
+    params = jax.device_put(draw(TWO[0]), places(TWO[1], mesh((8,))))
+    tx, state = gx.whole_matrices(muon(0.1)), jax.jit(muon(0.1).init)(params)
     plain = jax.device_get((params, state, params))
     expected, _ = jax.jit(muon(0.1).update)(*plain)
     updates, _ = tx.update(params, state, params)
@@ -712,6 +719,7 @@ def test_wrong_shardings(name):
         jax.jit(tx.update)(params, tx.init(params), params)
 
 
+@pytest.mark.slow
 def test_a_prefix_of_shardings():
     on = mesh((8,))
     shapes = {"a": {"w": (M, N), "v": (M, N)}, "b": (6,)}
@@ -725,6 +733,7 @@ def test_a_prefix_of_shardings():
     close(jax.device_get(jax.jit(ours.update)(params, state, params)[0]), expected)
 
 
+@pytest.mark.slow
 def test_other_places_than_said_change_no_number():
     tx, params = muon(0.1), draw(TWO[0])
     wrong = dict.fromkeys("wv", COLUMNS) | {"b": P()}
@@ -754,6 +763,7 @@ def expected_updates(plain):
     return jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(plain)
 
 
+@pytest.mark.slow
 def test_types_stay(small):
     tx, params, state, _ = small
     types = [str(jax.typeof(x)) for x in jax.tree.leaves((params, state))]
@@ -821,6 +831,7 @@ def test_derivatives(small):
     close(jax.device_get(given["w"]), expected["w"], tolerance=1e-5)
 
 
+@pytest.mark.slow
 def test_no_gradient_and_no_parameters(small):
     tx, params, _, plain = small
     updates, _ = jax.jit(tx.update)({}, tx.init({}), {})
@@ -905,6 +916,7 @@ def constrained(spec, named):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("named", [True, False], ids=["sharding", "spec"])
 @pytest.mark.parametrize("stacked", [True, False])
