@@ -230,7 +230,7 @@ def test_a_state_is_the_same_on_any_mesh(axis_type, in_context, number, tmp_path
     # Operations that are compiled one by one take seconds, so half of the cases do it.
     run = (lambda f: f) if in_context else jax.jit
     wanted = jax.eval_shape(tx.init, draw(0))
-    alone = stepped(tx, tx.init(draw(0)), (1, 2))
+    alone = stepped(tx, jax.jit(tx.init)(draw(0)), (1, 2))
 
     def twice(state, grads):  # In a scan types have to be stable.
         return jax.lax.scan(lambda s, _: (tx.update(grads, s)[1], None), state, None, 2)
@@ -238,9 +238,9 @@ def test_a_state_is_the_same_on_any_mesh(axis_type, in_context, number, tmp_path
     mesh = devices(number, axis_type)
     with jax.set_mesh(mesh) if in_context else contextlib.nullcontext():
         params = draw(0, mesh)
-        for init in (run(tx.init), jax.jit(tx.init)):
-            assert types(init(params)) == types(wanted)
         state = run(tx.init)(params)
+        for made in (state, jax.jit(tx.init)(params)):
+            assert types(made) == types(wanted)
         _, after = run(tx.update)(draw(1, mesh), state)
         typeof = jax.tree.map(jax.typeof, state)
         assert jax.tree.map(jax.typeof, after) == typeof
@@ -252,7 +252,8 @@ def test_a_state_is_the_same_on_any_mesh(axis_type, in_context, number, tmp_path
         with ocp.StandardCheckpointer() as file:
             file.save(tmp_path / "state", got[1])
             file.wait_until_finished()
-            restored = file.restore(tmp_path / "state", tx.init(draw(0, other)))
+            like = jax.jit(tx.init)(draw(0, other))
+            restored = file.restore(tmp_path / "state", like)
         jax.tree.map(np.testing.assert_array_equal, restored, got[1])
         codes = optax.tree.get(restored, "mu")["a"]
         assert (codes.dtype, codes.sharding.mesh.size) == ("int8", 12 - number)
