@@ -3,11 +3,10 @@
 ``python -m tests.mutations _gates/gate.py`` changes one place of that module at a time:
 ``<`` becomes ``<=``, ``+`` becomes ``-``, a condition is always true or never, a call
 gives its argument, a number grows by 1, a statement does nothing. For each fault
-it runs the tests of a copy up to the first that fails, and says which one that was. The
-tests of the file's own subpackage come first, then those of every subpackage, then the
-others. Those marked ``slow`` run only if no quick one has failed. Its exit code is 1 if
-a fault has survived. Such a fault asks for a test, unless it changes nothing that a
-user can see.
+it runs the tests of a copy up to the first that fails, and says which one that was.
+Those marked ``slow`` run only if no quick one has failed. Its exit code is 1 if a fault
+has survived. Such a fault asks for a test, unless it changes nothing that a user can
+see.
 
     python -m tests.mutations _gates/gate.py --list
     python -m tests.mutations _gates/gate.py --only 3 17 -n 2 --part quick
@@ -15,12 +14,22 @@ user can see.
 
 The last one draws 60 of all faults of a folder and of a file, the same each time.
 
+First all quick tests run without a fault, and it is recorded which lines each file's
+tests run. That takes some minutes. For a fault those files come first that run its
+line, the cheapest of them first, then the others. A line may run only while modules are
+imported, as a constant or a default does: then those come first that run any line of
+its module. ``--record FOLDER`` keeps the record, and reads it the next time if nothing
+in the repository has changed.
+
     python -m tests.mutations _gates --sample 60 --seed 1 --part quick --sole
     python -m tests.mutations _gates --sample 60 --seed 1 --sole tests/late tests/trees
 
-With ``--sole`` no run stops at the first failure. For each fault it says all files
-whose tests notice, and at the end which faults a file alone has noticed. If a file has
-noticed none alone, others find what its tests find. It may name the tests to run.
+With ``--sole`` no run stops at the first failure, and no file runs that does not run
+the line. For each fault it says all files whose tests notice, and at the end which
+faults a file alone has noticed. If a file has noticed none alone, others find what its
+tests find. It may name the tests to run.
+
+Python 3.12 is needed: it can say which lines run.
 """
 
 from __future__ import annotations
@@ -29,6 +38,7 @@ import argparse
 import ast
 import concurrent.futures
 import contextlib
+import hashlib
 import itertools
 import os
 import pathlib
@@ -42,13 +52,10 @@ import time
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tests import lines
+
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "gradxform"
-OF_EVERY_SUBPACKAGE = [
-    f"tests/test_{x}.py" for x in ("guards", "sharded", "compiled", "contract")
-]
-# Where the tests of a subpackage are, unless a folder has its name.
-TESTS = {"_slices": "draw", "_gates": "late", "_numbers": "trees", "_rows": "training"}
 LIMIT = 3600  # Seconds for one run of pytest; a run that hangs has caught the fault.
 
 PAIRS = (
@@ -75,10 +82,11 @@ class Mutation(NamedTuple):
     """One fault: a place of a file in gradxform/, and what stands there instead."""
 
     file: str
+    place: slice  # Of the file's bytes.
+    lines: range  # Of the expression around the place: they run together.
     line: int
     before: str
     after: str
-    source: str  # Of the whole file, with the fault.
 
     @property
     def title(self) -> str:
@@ -86,10 +94,15 @@ class Mutation(NamedTuple):
         before, after = (" ".join(x.split()) for x in (self.before, self.after))
         return f"{self.file}:{self.line}: {before}  ->  {after}"
 
+    def of(self, source: bytes) -> bytes:
+        """The file with the fault."""
+        before, after = source[: self.place.start], source[self.place.stop :]
+        return before + self.after.encode() + after
+
 
 def computed(node: ast.AST) -> Iterator[ast.AST]:
     """All nodes that compute something, in the order of the source."""
-    is_named = isinstance(node, ast.stmt | ast.keyword)
+    is_named = isinstance(node, ast.keyword | ast.If | ast.Assign | ast.AnnAssign)
     if isinstance(node, SKIPPED) or (is_named and NO_FAULT.match(ast.unparse(node))):
         return
     yield node
@@ -136,31 +149,44 @@ def faults(node: ast.AST) -> Iterator[tuple[ast.AST, str]]:
         yield node.test, "False"
 
 
-def mutations(file: str, source: str) -> list[Mutation]:
+def mutations(file: str, source: bytes) -> list[Mutation]:
     """The faults of a file, in the order of its lines; each changes the program."""
-    lines = source.encode().splitlines(keepends=True)
-    starts = [sum(map(len, lines[:n])) for n in range(len(lines))]
-    found = {}
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+
+    def bytes_of(node: ast.AST) -> slice:
+        begin = starts[node.lineno - 1] + node.col_offset
+        return slice(begin, starts[node.end_lineno - 1] + node.end_col_offset)
+
+    found = []
+    whole, around, seen = slice(0, 0), None, set()
     for node in computed(ast.parse(source)):
         for place, after in faults(node):
-            begin = starts[place.lineno - 1] + place.col_offset
-            end = starts[place.end_lineno - 1] + place.end_col_offset
-            text = source.encode()
-            before, mutated = (
-                text[begin:end],
-                text[:begin] + after.encode() + text[end:],
-            )
-            new = Mutation(file, place.lineno, before.decode(), after, mutated.decode())
-            found.setdefault(ast.dump(ast.parse(new.source)), new)
-    found.pop(ast.dump(ast.parse(source)), None)
-    return sorted(found.values(), key=lambda mutation: mutation.line)
+            part = bytes_of(place)
+            if not whole.start <= part.start <= part.stop <= whole.stop:
+                # Two faults that make the same program lie one inside of the other.
+                whole, around, seen = part, place, set()
+                seen.add(parsed(source[whole], around))
+            text = source[whole.start : part.start] + after.encode()
+            program = parsed(text + source[part.stop : whole.stop], around)
+            if program not in seen:
+                seen.add(program)
+                lines = range(around.lineno, around.end_lineno + 1)
+                before = source[part].decode()
+                found.append(Mutation(file, part, lines, place.lineno, before, after))
+    return sorted(found, key=lambda mutation: mutation.line)
+
+
+def parsed(text: bytes, like: ast.stmt | ast.expr) -> str:
+    """The program of a text, which stands where a statement or an expression stood."""
+    is_expression = isinstance(like, ast.expr)  # It may have line breaks.
+    return ast.dump(ast.parse(b"(%s)" % text if is_expression else text))
 
 
 def of_files(names: list[str], sample: int | None, seed: int) -> list[Mutation]:
     """All faults of these files and folders, or a sample of all of them."""
     paths = [PACKAGE / name for name in names or ["."]]
     modules = [m for p in paths for m in (sorted(p.rglob("*.py")) or [p])]
-    files = {str(m.relative_to(PACKAGE)): m.read_text() for m in modules}
+    files = {str(m.relative_to(PACKAGE)): m.read_bytes() for m in modules}
     found = [x for file, source in files.items() for x in mutations(file, source)]
     if sample is None:
         return found
@@ -188,41 +214,71 @@ def env(folder: pathlib.Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(folder)}
 
 
-def nearest_first(folder: pathlib.Path, file: str) -> list[list[str]]:
-    """Tests of the file's subpackage, then those of every one, then all others."""
+def recorded(
+    original: pathlib.Path, options: list[str], jobs: int, known: pathlib.Path | None
+) -> dict[str, lines.Run]:
+    """What each file of tests runs; "" is their collection. The copy is not mutated.
 
-    def found(pattern: str) -> list[str]:
-        paths = sorted(folder.glob(pattern))
-        return [str(p.relative_to(folder)) for p in paths]
+    A folder of known records has one, or gets it.
+    """
+    digest = hashlib.sha256(repr([sys.version, options]).encode())
+    for path in sorted(x for x in original.rglob("*") if x.suffix in (".py", ".md")):
+        digest.update(path.read_bytes())
+    record = known and known / digest.hexdigest()[:16]
+    if record and record.exists():
+        return lines.read(record)
+    with tempfile.TemporaryDirectory(prefix="gradxform-") as new:
+        command = [
+            f"-n{jobs if jobs > 1 else 0}",
+            "--dist=loadfile",
+            "-p",
+            "tests.lines",
+        ]
+        if fails := failures(original, *command, f"--lines={new}", *options):
+            raise RuntimeError(f"without any mutation fails {', '.join(fails)}")
+        if record:
+            shutil.copytree(new, record)
+        return lines.read(pathlib.Path(new))
 
-    subpackage, _, module = file.removesuffix(".py").rpartition("/")
-    name = f"test_{module.strip('_')}.py"
-    tests = TESTS.get(subpackage, subpackage.strip("_"))
-    own = found(f"tests/{tests}/test_*.py" if subpackage else f"tests/{name}")
-    own.sort(key=lambda path: not path.endswith(name))
-    own.append(f"gradxform/{file}")  # Its doctests.
-    rest = [*found("tests/*/test_*.py"), *found("tests/test_*.py"), "gradxform"]
-    rest += ["README.md", *found("docs/*.md"), *found("docs/*/*.md")]
-    rest = [path for path in rest if path not in [*own, *OF_EVERY_SUBPACKAGE]]
-    return [own, OF_EVERY_SUBPACKAGE, rest]
+
+def nearest(runs: dict[str, lines.Run], mutation: Mutation) -> list[str]:
+    """The files whose tests run a fault's lines, the cheapest first.
+
+    A line that runs while tests are collected, such as a constant, may matter to any
+    file that runs its module. A line that nobody was seen to run matters as much.
+    """
+    found = {file: run.lines.get(mutation.file, set()) for file, run in runs.items()}
+    collected = found.pop("", set())
+    exact = {x for x in found if not found[x].isdisjoint(mutation.lines)}
+    files = exact
+    if not exact or not collected.isdisjoint(mutation.lines):
+        files = {x for x in found if found[x]} or set(found)
+    return sorted(files, key=lambda file: (file not in exact, runs[file].seconds))
 
 
-def pytest(folder: pathlib.Path, *options: str) -> str | None:
+def patience(runs: dict[str, lines.Run], files: list[str]) -> float:
+    """How many seconds a run of these files may take: some minutes more than known."""
+    return 600 + 20 * sum(runs[file].seconds for file in files)
+
+
+def pytest(folder: pathlib.Path, *options: str, limit: float = LIMIT) -> str | None:
     """Runs tests of a copy. Returns the name of the first that fails, or None."""
-    return next(iter(failures(folder, "-x", *options)), None)
+    return next(iter(failures(folder, "-x", *options, limit=limit)), None)
 
 
-def failures(folder: pathlib.Path, *options: str) -> list[str]:
+def failures(
+    folder: pathlib.Path, *options: str, limit: float | None = None
+) -> list[str]:
     """Runs tests of a copy. Returns the names of those that fail."""
     command = [sys.executable, "-m", "pytest", "-n0", "-q", "--tb=line", "-rfE"]
     command += ["--continue-on-collection-errors", *options]
     pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     try:
         process = subprocess.run(
-            command, cwd=folder, env=env(folder), timeout=LIMIT, check=False, **pipe
+            command, cwd=folder, env=env(folder), timeout=limit, check=False, **pipe
         )
     except subprocess.TimeoutExpired:
-        return [f"none within {LIMIT} seconds"]
+        return [f"none within {limit:.0f} seconds"]
     failed = re.findall(
         r"^(?:FAILED|ERROR) (\S+(?:::.*?)?)(?: - |$)", process.stdout, re.M
     )
@@ -240,21 +296,31 @@ def mutated(mutation: Mutation, original: pathlib.Path) -> Iterator[pathlib.Path
     with tempfile.TemporaryDirectory(prefix="gradxform-") as temporary:
         # The copy keeps what Python has compiled, which goes by the times of the files.
         folder = shutil.copytree(original, pathlib.Path(temporary, "copy"))
-        (folder / "gradxform" / mutation.file).write_text(mutation.source)
+        path = folder / "gradxform" / mutation.file
+        path.write_bytes(mutation.of(path.read_bytes()))
         yield folder
 
 
 def outcome(
-    mutation: Mutation, original: pathlib.Path, markers: dict[str, str]
+    mutation: Mutation,
+    original: pathlib.Path,
+    markers: dict[str, str],
+    runs: dict[str, lines.Run],
 ) -> tuple[str, str, float]:
     """The part that catches a mutation, or "none"; its first test to fail; seconds."""
     start = time.perf_counter()
+    near = nearest(runs, mutation)
+    limits = {"quick": patience(runs, near)}  # No slow test has been timed.
     with mutated(mutation, original) as folder:
         for part, marker in markers.items():
-            for tests in nearest_first(folder, mutation.file):
-                test = pytest(folder, "-m", marker, *tests)
-                if test is not None:
-                    return part, test, time.perf_counter() - start
+            limit = limits.get(part, LIMIT)
+            test = pytest(folder, "-m", marker, *near, limit=limit)
+            # Lines that only a process runs are not known.
+            test = test or pytest(
+                folder, "-m", marker, *(f"--ignore={x}" for x in near)
+            )
+            if test is not None:
+                return part, test, time.perf_counter() - start
     return "none", "", time.perf_counter() - start
 
 
@@ -262,28 +328,68 @@ def print_files(
     chosen: dict[int, Mutation],
     original: pathlib.Path,
     options: list[str],
+    runs: dict[str, lines.Run],
     pool: concurrent.futures.Executor,
 ) -> None:
     """Prints which files notice each fault, and which faults a file notices alone."""
 
     def noticed(mutation: Mutation) -> set[str]:
+        near = nearest(runs, mutation)
         with mutated(mutation, original) as folder:
-            return {test.split("::")[0] for test in failures(folder, *options)}
+            limit = patience(runs, near)
+            tests = failures(folder, *options, *near, limit=limit)
+            return {test.split("::")[0] for test in tests}
 
-    if fails := failures(original, *options):
-        raise RuntimeError(f"without any mutation fails {', '.join(fails)}")
+    numbers: list[int] = []
     noticed_by: dict[str, list[int]] = {}
     alone: dict[str, list[int]] = {}
-    for number, files in zip(chosen, pool.map(noticed, chosen.values()), strict=True):
-        print(f"{number:3}  {chosen[number].title}", *sorted(files), sep="\n     ")
-        for file in files:
-            noticed_by.setdefault(file, []).append(number)
-            alone.setdefault(file, []).extend([number] if len(files) == 1 else [])
-    print("file, how many of the faults it notices, and those that it notices alone:")
-    for file, numbers in sorted(noticed_by.items()):
-        print(f"{file}  {len(numbers)}  {' '.join(map(str, alone[file])) or 'none'}")
-    missed = len(chosen) - len(set(itertools.chain(*noticed_by.values())))
-    print(f"No file notices {missed} of {len(chosen)}.")
+    results = pool.map(noticed, chosen.values())
+    try:
+        for number, files in zip(chosen, results, strict=True):
+            title = f"{number:3}  {chosen[number].title}"
+            print(title, *sorted(files), sep="\n     ", flush=True)
+            numbers.append(number)
+            for file in files:
+                noticed_by.setdefault(file, []).append(number)
+                alone.setdefault(file, []).extend([number] if len(files) == 1 else [])
+    finally:  # Also after Ctrl-C.
+        print("file, how many faults it notices, and those that it notices alone:")
+        for file, noticed in sorted(noticed_by.items()):
+            print(
+                f"{file}  {len(noticed)}  {' '.join(map(str, alone[file])) or 'none'}"
+            )
+        missed = set(numbers).difference(*noticed_by.values())
+        print(f"No file notices {len(missed)} of {len(numbers)}.")
+
+
+def print_parts(
+    chosen: dict[int, Mutation],
+    original: pathlib.Path,
+    markers: dict[str, str],
+    runs: dict[str, lines.Run],
+    pool: concurrent.futures.Executor,
+) -> bool:
+    """Prints which test notices each fault first. Whether one has survived."""
+
+    def caught(mutation: Mutation) -> tuple[str, str, float]:
+        return outcome(mutation, original, markers, runs)
+
+    by_part: dict[str, list[str]] = {"quick": [], "slow": [], "none": []}
+    results = pool.map(caught, chosen.values())
+    try:
+        for number, (part, test, seconds) in zip(chosen, results, strict=True):
+            title = f"{number:3}  {chosen[number].title}"
+            print(f"{title}\n     {part}, {seconds:.0f} s  {test}", flush=True)
+            by_part[part].append(test)
+    finally:  # Also after Ctrl-C.
+        quick, slow, missed = map(len, by_part.values())
+        print(f"The quick part has caught {quick} of {quick + slow + missed}", end="")
+        print(f", the whole suite {quick + slow}." if len(markers) == 2 else ".")
+    # A test that fails without a fault has caught nothing; the quick ones have passed.
+    tests = sorted({test for test in by_part["slow"] if ".py" in test})
+    if fails := tests and pytest(original, "-m", "slow", *tests):
+        raise RuntimeError(f"without any mutation fails {fails}")
+    return missed > 0
 
 
 def main() -> None:
@@ -299,6 +405,9 @@ def main() -> None:
         "--sole", nargs="*", metavar="TESTS", help="prints the files that notice"
     )
     parser.add_argument("--list", action="store_true", help="prints the faults alone")
+    parser.add_argument(
+        "--record", type=pathlib.Path, metavar="FOLDER", help="for the lines that run"
+    )
     args = parser.parse_args()
     chosen = dict(enumerate(of_files(args.files, args.sample, args.seed), 1))
     if args.only:
@@ -307,6 +416,17 @@ def main() -> None:
         for number, mutation in chosen.items():
             print(f"{number:3}  {mutation.title}")
         return
+    if sys.version_info < (3, 12):
+        parser.error("Python 3.12 or newer is needed: it can say which lines run.")
+    try:
+        survived = run(chosen, args)
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
+    sys.exit(survived)
+
+
+def run(chosen: dict[int, Mutation], args: argparse.Namespace) -> bool:
+    """Builds in one fault after the other. Whether one has survived all tests."""
     markers = {"quick": "not slow"} | ({"slow": "slow"} if args.part == "all" else {})
     with contextlib.ExitStack() as stack:
         enter, folder = stack.enter_context, tempfile.TemporaryDirectory
@@ -314,28 +434,18 @@ def main() -> None:
             # Only what a mutation has changed is compiled again.
             os.environ["JAX_COMPILATION_CACHE_DIR"] = enter(folder())
         original = copied(pathlib.Path(enter(folder())).resolve())
-        pool = enter(concurrent.futures.ThreadPoolExecutor(args.n))
+        # All quick tests take minutes; the slow ones take an hour.
+        marker = (
+            markers["quick"] if args.sole is None else " or ".join(markers.values())
+        )
+        options = ["-m", marker, *(args.sole or [])]
+        runs = recorded(original, options, args.n, args.record)
+        pool = concurrent.futures.ThreadPoolExecutor(args.n)
+        stack.callback(pool.shutdown, cancel_futures=True)  # After Ctrl-C, too.
         if args.sole is not None:
-            options = ["-m", " or ".join(markers.values()), *args.sole]
-            print_files(chosen, original, options, pool)
-            return
-        outcomes = pool.map(lambda m: outcome(m, original, markers), chosen.values())
-        by_part: dict[str, list[str]] = {"quick": [], "slow": [], "none": []}
-        for number, (part, test, seconds) in zip(chosen, outcomes, strict=True):
-            title = chosen[number].title
-            print(
-                f"{number:3}  {title}\n     {part}, {seconds:.0f} s  {test}", flush=True
-            )
-            by_part[part].append(test)
-        # A test that fails without a fault has caught nothing.
-        caught = {test for test in by_part["quick"] + by_part["slow"] if ".py" in test}
-        fails = pytest(original, *sorted(caught)) if caught else None
-        if fails:
-            raise RuntimeError(f"without any mutation fails {fails}")
-    quick, slow, missed = map(len, by_part.values())
-    print(f"The quick part has caught {quick} of {len(chosen)}", end="")
-    print(f", the whole suite {quick + slow}." if len(markers) == 2 else ".")
-    sys.exit(bool(missed))
+            print_files(chosen, original, options[:2], runs, pool)
+            return False
+        return print_parts(chosen, original, markers, runs, pool)
 
 
 if __name__ == "__main__":

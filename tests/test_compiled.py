@@ -357,6 +357,7 @@ BY_ROW = {  # Copies of the gradient's rows, and how many states' rows are gathe
 READS_PARAMS = {"adamw"}  # For its weight decay.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", BY_ROW)
 def test_lazy_costs_the_rows_and_not_the_table(name):
@@ -465,6 +466,7 @@ def test_a_push_that_is_added_is_one_pass_over_sum_and_gradient(dtype, passes):
     check(push, size(params), 0, passes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("inner", "write", "scanned"),

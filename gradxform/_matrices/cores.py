@@ -139,12 +139,13 @@ class Matrices:
         if several := self._several(are_same, count):
             of_all = several
         conditionals = len(jaxprs.anywhere(self.program.jaxpr, Op.COND))
-        if conditionals:
-            vmapped = jax.make_jaxpr(of_all)(*arrays).jaxpr
-            if len(jaxprs.anywhere(vmapped, Op.COND)) < conditionals:
-                # Predicates differ: under `vmap` each matrix would run all branches.
-                return self._one_by_one(one, pairs)
-        return of_all(*arrays)
+        if not conditionals:
+            return of_all(*arrays)
+        traced = jax.make_jaxpr(of_all)(*arrays)
+        if len(jaxprs.anywhere(traced.jaxpr, Op.COND)) < conditionals:
+            # Predicates differ: under `vmap` each matrix would run all branches.
+            return self._one_by_one(one, pairs)
+        return jaxprs.run(traced.jaxpr, [*traced.consts, *arrays])
 
     def _several(
         self, are_same: Sequence[bool], count: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import (
 
 from gradxform._checks import structures
 from gradxform._devices.abstract_state import abstract_state
+from gradxform._trees.placeholders import Placeholder, owned
 from gradxform._trees.types import Path, Prefix, PyTree
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
@@ -151,13 +152,60 @@ def _likely(
     def described(path: Path, x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=given[path])
 
+    tree = jax.tree.map_with_path(described, tree)
     tx = optax.GradientTransformation(init, optax.identity().update)
-    like = abstract_state(tx, jax.tree.map_with_path(described, tree))
-    structures_of: list[Any] = [jax.tree.structure(x) for x in (like, state)]
-    if structures_of[0] != structures_of[1]:
-        return {}
+
+    def asked(params: PyTree[Any], like: Mapping[Path, Path]) -> dict[Path, Any]:
+        """What each leaf of the state is, or the one that it is like."""
+        known = dict(jax.tree.leaves_with_path(abstract_state(tx, params)))
+        flat = jax.tree.leaves_with_path(state)
+        found = {path: known.get(like.get(path, path)) for path, _ in flat}
+        shapes = [getattr(x, "shape", None) for x in found.values()]
+        return found if shapes == [np.shape(x) for _, x in flat] else {}
+
+    try:
+        found = asked(*_of_each_kind(init, tree, state))
+    except Exception:  # An ``init`` that takes no placeholder may raise any.
+        found = {}
+    found = found or asked(tree, {})
     start = (jax.tree_util.SequenceKey(2),)
-    return {(*start, *path): x.sharding for path, x in jax.tree.leaves_with_path(like)}
+    return {(*start, *path): x.sharding for path, x in found.items()}
+
+
+def _of_each_kind(
+    init: optax.TransformInitFn,
+    params: PyTree[jax.ShapeDtypeStruct],
+    state: optax.OptState,
+) -> tuple[PyTree[Any], dict[Path, Path]]:
+    """One of equal parameters, and for leaves of the state those of this one.
+
+    Equal ones lie alike, and have states of the same types in the same places. A trace
+    of ``init`` for all of them would take as long as one of an update.
+
+    Raises:
+      ValueError: ``init`` does not show whose state a leaf is.
+    """
+    flat, leaves = jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(state)
+    marks = jax.tree.map_with_path(lambda path, _: Placeholder(path), params)
+    owner = owned(init, marks, state)
+    of: dict[Path, list[tuple[Path, Any]]] = {path: [] for path, _ in flat}
+    for path, x in leaves:
+        if path in owner:
+            of[owner[path]].append((path, x))
+    first: dict[Hashable, Path] = {}
+    like: dict[Path, Path] = {}
+    for path, p in flat:
+        states = tuple(
+            (tuple(key for key in mine if key not in path), np.shape(x), x.dtype)
+            for mine, x in of[path]
+        )
+        one = first.setdefault((p.shape, p.dtype, p.sharding, states), path)
+        pairs = zip(of[path], of[one], strict=True)
+        like.update((mine, other) for (mine, _), (other, _) in pairs)
+    few = {*first.values()}
+    return jax.tree.map_with_path(
+        lambda path, p: p if path in few else Placeholder(path), params
+    ), like
 
 
 def _names(sharding: NamedSharding, ndim: int) -> Names:

@@ -55,6 +55,7 @@ def test_a_run_that_went_on_is_the_run_that_never_stopped(stop, tmp_path):
     assert run.counts()[:7] == WHOLE
 
 
+@pytest.mark.slow
 def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
     """The first worker, by far the fastest, has pushed alone for the next step."""
     job = training(30, required=3)

@@ -330,6 +330,7 @@ def test_about_two_layers_need_room(name, memory):
     assert compiled.memory_analysis().temp_size_in_bytes <= 0.15 * size
 
 
+@pytest.mark.quick_case("device-AxisType.Explicit")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_on_a_mesh(kind, memory):

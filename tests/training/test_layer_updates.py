@@ -575,6 +575,7 @@ def low(tx, **given):
     return gx.low_bit_state(tx, min_size=1, block_size=8, **given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tx", "advice", "advised"),
     [

@@ -86,7 +86,7 @@ def test_two_passes(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
-@pytest.mark.quick_case("adapted-layers4")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "layers"),
     [
@@ -156,6 +156,7 @@ def test_a_masked_node_stays():
     check(Loss(loss_fn, make=make), optax.sgd(0.1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(), (WIDTH,)])
 def test_an_extra_argument_has_other_shapes(shape):
     """It is a tree like the parameters, but without layers."""
@@ -779,6 +780,7 @@ NEAR += [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "shapes", "tx"), NEAR)
 def test_a_threshold_lies_near_the_size_of_a_stack(length, shapes, tx):
     """Another number of layers would be another program, or another state."""

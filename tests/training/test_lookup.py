@@ -319,6 +319,7 @@ def read_rows(grads):
     return {k: g.indices.tolist() for k, g in by_path(grads).items() if is_sparse(g)}
 
 
+@pytest.mark.slow
 def test_tables_may_be_a_predicate_on_the_path():
     grads = gx.value_and_grad(
         functools.partial(NESTED, gx.lookup), tables=lambda path: "layers" in path
@@ -395,6 +396,7 @@ def memory(height, tables, loss=LOSS):
     return stats.temp_size_in_bytes, stats.output_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 def test_no_array_of_the_size_of_the_table():
     assert memory(1_000, ["emb"]) == memory(1_000_000, ["emb"])

@@ -44,6 +44,7 @@ def dense_rows(params, ids):
     return loss_fn({**params, "table": padded}, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
     "indices",

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 from optax.contrib import MuonDimensionNumbers, muon
 
 import gradxform as gx
-from gradxform._matrices import cores, unplaced
+from gradxform._matrices import cores, placements, unplaced
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -763,6 +763,7 @@ def expected_updates(plain):
     return jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(plain)
 
 
+@pytest.mark.slow
 def test_types_stay(small):
     tx, params, state, _ = small
     types = [str(jax.typeof(x)) for x in jax.tree.leaves((params, state))]
@@ -915,6 +916,7 @@ def constrained(spec, named):
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("named", [True, False], ids=["sharding", "spec"])
 @pytest.mark.parametrize("stacked", [True, False])
@@ -1162,3 +1164,72 @@ def test_the_last_product_is_that_of_a_constant_and_a_stack(number, last, spec):
     g = draw({"w": (number, 8, 16)})["w"]
     got = jax.jit(lambda g: tx.update(g, tx.init(g), g)[0])(jax.device_put(g, there))
     np.testing.assert_allclose(got, update(g), rtol=1e-4, atol=1e-4)
+
+
+def factors(p, axes):
+    return [jnp.eye(p.shape[axis]) for axis in axes]
+
+
+def factors_of_groups():
+    """Rows of one group of parameters, columns of the other one."""
+    groups = {
+        name: optax.GradientTransformation(
+            lambda params, axis=axis: jax.tree.map(
+                lambda p: factors(p, [axis]), params
+            ),
+            optax.identity().update,
+        )
+        for axis, name in enumerate(["rows", "columns"])
+    }
+    labels = {name: "columns" if name in "bd" else "rows" for name in "abcde"}
+    return optax.partition(groups, labels).init
+
+
+# An ``init``, and how many parameters it sees beside a trace or two of all.
+STATES = {
+    "factors": (lambda params: jax.tree.map(lambda p: factors(p, [0, 1]), params), 3),
+    "of groups": (factors_of_groups(), 4),
+    "no placeholder": (lambda p: {k: factors(x, [0, 1]) for k, x in p.items()}, 5),
+    "of all parameters": (
+        lambda params: jnp.zeros(sum(p.size for p in jax.tree.leaves(params))),
+        5,
+    ),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", STATES)
+def test_of_equal_parameters_one_says_where_a_state_lies(name):
+    """Where nobody says where a state lies, it is as ``abstract_state`` says."""
+    init, most = STATES[name]
+    by_rows, by_columns = (NamedSharding(mesh([8]), spec) for spec in (ROWS, COLUMNS))
+    where = dict.fromkeys("abce", by_rows) | {"d": by_columns}
+    shapes = dict.fromkeys("abcd", (16, 16)) | {"e": (16, 24)}
+    params = jax.tree.map(
+        lambda shape, there: jax.ShapeDtypeStruct(shape, "float32", sharding=there),
+        *(shapes, where),
+        is_leaf=is_shape,
+    )
+    like = gx.abstract_state(
+        optax.GradientTransformation(init, optax.identity().update), params
+    )
+    seen = []
+
+    def counted(params):
+        seen.append(len(jax.tree.leaves(params)))
+        return init(params)
+
+    def step(grads, state):
+        args = grads, grads, state, {}
+        placed = placements.found(counted, args, where)
+        start = 2 * len(jax.tree.leaves(grads))
+        names = [
+            placed.names.get(start + n) for n in range(len(jax.tree.leaves(state)))
+        ]
+        for found, x in zip(names, jax.tree.leaves(like), strict=True):
+            there = NamedSharding(by_rows.mesh, placements.spec_of(found))
+            assert there.is_equivalent_to(x.sharding, x.ndim)
+
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    jax.eval_shape(step, jax.tree.map(lambda p: jnp.zeros(p.shape), params), state)
+    assert max(seen) <= most
