@@ -80,12 +80,12 @@ def pushes(name, around=""):
 @functools.cache
 def by_optax(name, delay):
     """The parameters after each push, by the transformation's own ``update``."""
-    tx = INSIDE[name]
+    tx, given = INSIDE[name], [grads for grads, _ in pushes(name)]
     params, state, trace = PARAMS, tx.init(PARAMS), []
-    given = [grads for grads, _ in pushes(name)]
+    update = jax.jit(tx.update)
     for t, (_, extra) in enumerate(pushes(name)):
         if t >= delay:
-            updates, state = tx.update(given[t - delay], state, params, **extra)
+            updates, state = update(given[t - delay], state, params, **extra)
             params = optax.apply_updates(params, updates)
         trace.append(params)
     return trace
@@ -94,8 +94,9 @@ def by_optax(name, delay):
 def trained(around, how, tx, name):
     tx = AROUND[around](tx) if around else tx
     params, state = PARAMS, tx.init(PARAMS)
+    step = jax.jit(functools.partial(stepped, tx, how=how))
     for grads, extra in pushes(name, around):
-        params, state = stepped(tx, grads, state, params, how, **extra)
+        params, state = step(grads, state, params, **extra)
         yield params
 
 
