@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -422,6 +423,94 @@ GATES = {
     "fedbuff": fedbuff,
     "drop_stale": lambda tx: gx.drop_stale(tx, 1),
 }
+
+
+# Row-sparse gradients.
+
+
+def step_of_rows(tx, height, dtype="float32", rows=256, width=16, **extra):
+    def step(params, state, indices, values):
+        grads = {"t": gx.IndexedSlices(indices, values, (height, width))}
+        return gx.apply_gradients(tx, grads, state, params, **extra)
+
+    params = {"t": jax.ShapeDtypeStruct((height, width), dtype)}
+    indices = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    of_rows = "float32" if dtype == "int8" else dtype
+    values = jax.ShapeDtypeStruct((rows, width), of_rows)
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(step, donate_argnums=(0, 1)).lower(params, state, indices, values)
+    return lowered.compile().memory_analysis()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tx", "extra"),
+    [
+        (optax.chain(gx.clip_by_norm(0.7), gx.adagrad(0.1, global_clipnorm=0.5)), {}),
+        (gx.adagrad(0.1, row_wise=True), {}),
+        (gx.ftrl(0.1, l1_regularization_strength=1.0), {}),
+        (
+            gx.drop_stale(optax.chain(gx.clip_by_global_norm(0.5), gx.adagrad(0.1)), 1),
+            {"local_step": 0},
+        ),
+        (gx.adagrad(0.1), {"dtype": "float16"}),
+        (gx.adagrad(0.1, accumulator_dtype="bfloat16"), {"dtype": "int8"}),
+    ],
+)
+def test_temporaries_do_not_grow_with_the_table(tx, extra):
+    low, high = (step_of_rows(tx, h, **extra) for h in (10_000, 1_000_000))
+    assert high.temp_size_in_bytes <= 1.01 * low.temp_size_in_bytes
+    assert low.temp_size_in_bytes < 1_000_000  # The tables: 640,000 and 64 million.
+    # Table and state are updated in place.
+    assert high.alias_size_in_bytes > 0.99 * high.argument_size_in_bytes
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_densify_makes_a_share_of_the_table_on_each_device(axis_type, in_context):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(axis_type,))
+    on_rows = NamedSharding(mesh, P("x", None))
+    tx = optax.chain(gx.densify(), optax.trace(0.9))
+
+    def step(trace, params, indices, values):
+        grads = gx.IndexedSlices(indices, values, params.shape)
+        state = (optax.EmptyState(), optax.TraceState(trace))
+        params, state = gx.apply_gradients(tx, grads, state, params)
+        return state[1].trace, params
+
+    table = jax.ShapeDtypeStruct((80_000, 16), jnp.float32, sharding=on_rows)
+    with in_context(mesh):
+        compiled = (
+            jax.jit(step, donate_argnums=(0, 1))
+            .lower(table, table, np.zeros(8, np.int32), np.zeros((8, 16), np.float32))
+            .compile()
+        )
+    share = 80_000 * 16 * 4 // 8
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.02 * share
+
+
+@pytest.mark.parametrize("reduction", ["sum", "row_mean"])
+def test_an_accumulator_keeps_no_second_table(reduction):
+    tx = gx.conditional_accumulator(gx.adagrad(0.1), 8, reduction=reduction)
+    height, width = 1_000_000, 16
+    memory = step_of_rows(tx, height, width=width, local_step=0)
+    vectors = 2 if reduction == "row_mean" else 0  # of one number a row
+    assert memory.temp_size_in_bytes < (0.02 * width + vectors) * height * 4
+
+
+def test_only_the_first_push_clears_and_the_last_divides_the_whole_table():
+    tx = gx.conditional_accumulator(optax.sgd(1.0), 2)
+    params = jnp.ones((4, 2))
+    step = functools.partial(gx.apply_gradients, tx, local_step=0)
+
+    def conditionals(grads):
+        program = str(jax.make_jaxpr(step)(grads, tx.init(params), params))
+        return program.count("cond[") - program.count("branches_platforms=")
+
+    rows = gx.IndexedSlices([1], params[:1], (4, 2))
+    assert conditionals(rows) == conditionals(params) + 2
+
+
+# Pushes.
 
 
 @pytest.mark.parametrize(

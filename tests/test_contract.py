@@ -560,6 +560,37 @@ def test_numbers_may_be_arrays(row):
     assert types((updates, after)) == types((draw(1), state))
 
 
+@pytest.mark.parametrize(
+    "stacked_axes", [1, {"w": 1, "b": 0}, lambda p: {"w": p["w"].ndim - 1, "b": 0}]
+)
+def test_map_params_finds_the_state_of_stacked_layers(stacked_axes):
+    tx = gx.novograd(0.1, stacked_axes=stacked_axes)
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
+    names = optax.tree.map_params(
+        tx, lambda _, name: name, tx.init(params), {"w": "w", "b": "b"},
+        transform_non_params=lambda _: None,
+    )  # fmt: skip
+    assert optax.tree.get(names, "mu") == optax.tree.get(names, "nu")
+    assert optax.tree.get(names, "nu") == {"w": "w", "b": "b"}
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_map_params_takes_the_state_of_parameters_in_two_precisions(row):
+    params = {"full": jnp.ones((4, 2)), "half": jnp.ones((4, 2), jnp.bfloat16)}
+    tx, names = row.make(), {"full": "full", "half": "half"}
+    found = optax.tree.map_params(
+        tx,
+        lambda _, name: name,
+        tx.init(params),
+        names,
+        transform_non_params=lambda _: "none",
+        is_leaf=lambda x: isinstance(x, optax.MaskedNode),
+    )
+    assert set(jax.tree.leaves(found)) <= {"full", "half", "none"}
+    if row.name == "master_weights":
+        assert found.residual == names
+
+
 @in_turn(1)
 def test_masked_and_partition_run_each_part_on_its_own(row):
     params, grads, tx = draw(0), draw(1), row.make()
@@ -746,6 +777,95 @@ def test_a_leaf_without_gradient_keeps_its_state(row):
         b, before = (tree["nested"][1]["b"] for tree in (value, initial))
         moved.append(np.any(b != before))
     assert any(moved) or not moved
+
+
+# Rows of tables.
+
+
+def is_sparse(leaf):
+    return isinstance(leaf, gx.IndexedSlices)
+
+
+@jax.jit
+def densified(tree):
+    return jax.tree.map(
+        lambda g: g.densify() if is_sparse(g) else g, tree, is_leaf=is_sparse
+    )
+
+
+def table_and_bias(seed):
+    rng = np.random.default_rng(seed)
+    shapes = {"table": (4, 3), "b": (3,)}
+    leaves = {k: number(rng, shape, "float32") for k, shape in shapes.items()}
+    return leaves | {"nothing": None}
+
+
+def of_rows(seed, indices):
+    """A gradient with these rows of the table, beside a dense leaf and an empty one."""
+    values = number(np.random.default_rng(seed), (len(indices), 3), "float32")
+    rows = gx.IndexedSlices(np.asarray(indices, np.int32), values, (4, 3))
+    return table_and_bias(seed) | {"table": rows}
+
+
+def test_sparse_updates_are_the_dense_ones(row):
+    """On the touched rows alone, or behind densify, where the row says so."""
+    # A row that one push touches, the next one may leave. No push touches row 2.
+    rows = [3, 0, 3, 4], [1, 0, 1, 4], [3, 3, 1, 4]
+    pushes = [of_rows(t, indices) for t, indices in enumerate(rows)]
+    grads, params = pushes[0], table_and_bias(1)
+    tx = row.make()
+    if row.rows == "refused":
+        every = r"changes every row.*\['table'\].*gradxform.lazy\("
+        said = rf"({every}|makes room for.*\['table'\]).*gradxform.densify\(\)"
+        with pytest.raises(TypeError, match=said):
+            pytest.fail(
+                f"{row.says('rows')}, but row-sparse gradients make "
+                f"{tx.update(grads, tx.init(params), params, **row.extra(params))}."
+            )
+        if row.variant:  # Behind densify one row stands for all.
+            return
+        tx = optax.chain(gx.densify(), tx)
+
+    @jax.jit
+    def both(grads, state, dense_state):
+        extra = row.extra(params)
+        updates, state = tx.update(grads, state, params, **extra)
+        dense, after = tx.update(densified(grads), dense_state, params, **extra)
+        return (densified(updates), state), (dense, after)
+
+    def where_touched(grads, new, old):
+        touched = np.isin(range(4), grads["table"].indices)[:, None]
+        return jax.tree.map(
+            lambda x, y: np.where(touched, x, y) if x.shape == (4, 3) else x, new, old
+        )
+
+    state, dense_state = tx.init(params), tx.init(params)
+    types = jax.tree.map(jax.typeof, state)
+    for grads in pushes:
+        got, expected = both(grads, state, dense_state)
+        if row.rows == "touched":
+            none = jax.tree.map(jnp.zeros_like, expected[0])
+            expected = where_touched(grads, expected, (none, dense_state))
+        (_, state), (_, dense_state) = got, expected
+        chex.assert_trees_all_close(
+            got, expected, rtol=1e-6, custom_message=row.says("rows")
+        )
+        assert jax.tree.map(jax.typeof, state) == types
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in DESCRIPTORS if row.rows == "touched"], ids=str
+)
+def test_a_gradient_without_rows_changes_no_row(row):
+    grads, params = of_rows(0, []), table_and_bias(1)
+    tx = row.make()
+    state = tx.init(params)
+    updates, after = tx.update(grads, state, params)
+    assert updates["table"].values.shape == (0, 3)
+    dense, _ = tx.update(densified(grads), state, params)
+    chex.assert_trees_all_close(updates["b"], dense["b"], rtol=1e-6)
+    for new, old in zip(*map(jax.tree.leaves, (after, state)), strict=True):
+        assert new.shape != (4, 3) or np.array_equal(new, old)
 
 
 def test_a_tree_without_leaves(row):

@@ -192,7 +192,6 @@ def test_a_schedule_around_micro_batches_is_as_long_as_its_steps():
     assert optax.tree.get(state, "count") == 3
 
 
-@pytest.mark.slow
 @dataclasses.dataclass
 class NamedArray:
     """As haliax's: an array with names of its axes, which are static."""

@@ -43,8 +43,8 @@ ARGUMENTS = {
 }
 NEEDS = {
     "optax.lookahead": "parameters in two copies: test_minimize.py",
-    "optax.masked": "a mask: test_optax_wrappers.py",
-    "optax.partition": "labels: test_optax_wrappers.py",
+    "optax.masked": "a mask: test_contract.py",
+    "optax.partition": "labels: test_contract.py",
     "optax.scale_by_zoom_linesearch": "the loss as a function: below",
     "optax.scale_by_backtracking_linesearch": "the loss as a function: below",
     "optax.contrib.hutchinson_estimator_diag_hessian": "the loss as a function",

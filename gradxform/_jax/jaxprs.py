@@ -261,6 +261,25 @@ def derived_from(jaxpr: Jaxpr, inputs: Collection[int]) -> set[Var]:
     return found
 
 
+def made_of(eqns: Iterable[JaxprEqn], given: Iterable[Var]) -> set[Var]:
+    """Some variables, and those that equations make of such alone."""
+    found = set(given)
+    for eqn in eqns:
+        read = filter(is_variable, eqn.invars)
+        if found.issuperset(read) and not eqn.effects:
+            found.update(eqn.outvars)
+    return found
+
+
+def descendants(eqns: Iterable[JaxprEqn], given: Iterable[Var]) -> set[Var]:
+    """Some variables, and those that equations make of one of them."""
+    found = set(given)
+    for eqn in eqns:
+        if among(eqn.invars, found):
+            found.update(eqn.outvars)
+    return found
+
+
 def is_variable(x: Var | Literal) -> TypeGuard[Var]:
     return not hasattr(x, "val")
 

@@ -135,17 +135,22 @@ class Matrices:
         if count == 1:
             found = one(*(x if is_same else x[0] for x, is_same in pairs))
             return [x[None] for x in found]
-        of_all = jax.vmap(one, [None if is_same else 0 for is_same in are_same])
         if several := self._several(are_same, count):
-            of_all = several
-        conditionals = len(jaxprs.anywhere(self.program.jaxpr, Op.COND))
-        if not conditionals:
+            return several(*arrays)
+        of_all = jax.vmap(one, [None if is_same else 0 for is_same in are_same])
+        if not jaxprs.anywhere(self.program.jaxpr, Op.COND):
             return of_all(*arrays)
         traced = jax.make_jaxpr(of_all)(*arrays)
-        if len(jaxprs.anywhere(traced.jaxpr, Op.COND)) < conditionals:
+        if not self._has_conditionals(traced):
             # Predicates differ: under `vmap` each matrix would run all branches.
             return self._one_by_one(one, pairs)
         return jaxprs.run(traced.jaxpr, [*traced.consts, *arrays])
+
+    def _has_conditionals(self, traced: ClosedJaxpr) -> bool:
+        """Whether a program of several matrices has those of one, and no selections."""
+        programs = traced.jaxpr, self.program.jaxpr
+        found, wanted = (len(jaxprs.anywhere(x, Op.COND)) for x in programs)
+        return found >= wanted
 
     def _several(
         self, are_same: Sequence[bool], count: int
@@ -164,6 +169,8 @@ class Matrices:
         try:
             program = _for_entries(self.undivided, before, after, count)
         except MixedSlicesError:  # Of one entry each is the same.
+            return None
+        if not self._has_conditionals(program):
             return None
 
         def run(*arrays: jax.Array) -> list[jax.Array]:
@@ -215,15 +222,15 @@ class Lying(NamedTuple):
     Attributes:
       new: for variables of the state those that replace them.
       gradients: variables of gradients: those of one core are of one parameter.
-      uncut: variables that are whole on each device.
-      names: the mesh axes that cut an argument.
+      uncut: finds the variables that are whole on each device.
+      names: the mesh axes that cut an argument, where something says it.
       lies: (variable, its axes of matrices, gradient, its axes) -> whether it may lie
         where they are; None: it does already.
     """
 
     new: Mapping[Var, Var]
     gradients: Collection[Var]
-    uncut: set[Var]
+    uncut: Callable[[], set[Var]]
     names: Mapping[Var, Names]
     lies: Callable[[Var, Axes, Var, Axes], bool | None]
 
@@ -249,7 +256,7 @@ class TracedUpdate:
         """Finds to whom its equations belong."""
         self.jaxpr, self.equations = closed.jaxpr, jaxprs.equations(closed.jaxpr)
         few = [x for x in self.jaxpr.invars if math.prod(shape_of(x)) < FEW]
-        self.free = self.made_of([*few, *self.jaxpr.constvars])
+        self.free = jaxprs.made_of(self.equations, [*few, *self.jaxpr.constvars])
         self._merge(closed.consts)
         self.jaxpr = closed.jaxpr.replace(eqns=self.equations)
         self.closed = closed.replace(jaxpr=self.jaxpr, consts=closed.consts)
@@ -290,23 +297,6 @@ class TracedUpdate:
             if any(is_of_matrices(self.equations[n]) for n in indices)
         }
 
-    def made_of(self, given: Iterable[Var]) -> set[Var]:
-        """Some variables, and those that are made of such alone."""
-        found = set(given)
-        for eqn in self.equations:
-            read = filter(jaxprs.is_variable, eqn.invars)
-            if found.issuperset(read) and not eqn.effects:
-                found.update(eqn.outvars)
-        return found
-
-    def descendants(self, given: Iterable[Var]) -> set[Var]:
-        """Some variables, and those that are made of one of them."""
-        found = set(given)
-        for eqn in self.equations:
-            if jaxprs.among(eqn.invars, found):
-                found.update(eqn.outvars)
-        return found
-
     def names(
         self, names: Mapping[Var, Names], sizes: Mapping[str, int]
     ) -> dict[Var, Names]:
@@ -329,7 +319,7 @@ class TracedUpdate:
                 self._check(owner, indices, lying)
             except NoCoreError:
                 read = jaxprs.variables_read(self.equations[n] for n in indices)
-                if not lying.uncut.issuperset(read):
+                if not lying.uncut().issuperset(read):
                     raise
                 continue
             part = _Part.of(self, owner, indices, lying)
@@ -611,13 +601,9 @@ class _Part:
 
     def _after_matrices(self) -> set[int]:
         """The positions of operations on matrices, and of those that need one."""
-        after = set(self._of_matrices)
-        made = {x for k in after for x in self.equations[k].outvars}
-        for k in self._own:
-            if jaxprs.among(self.equations[k].invars, made):
-                made.update(self.equations[k].outvars)
-                after.add(k)
-        return after
+        of_matrices = (x for k in self._of_matrices for x in self.equations[k].outvars)
+        made = jaxprs.descendants(self.equations[self.num_free :], of_matrices)
+        return {k for k in self._own if not made.isdisjoint(self.equations[k].outvars)}
 
     def _between(self) -> set[int]:
         """The positions of equations between operations on matrices."""

@@ -120,12 +120,10 @@ def _owners(closed: ClosedJaxpr, few: int, whose: Sequence[Owner] = ()) -> Owner
         if not isinstance(whose[members[0]], Nobody)
     ]
     known = [x for x in jaxpr.invars if math.prod(shape_of(x)) < few]
-    free = {*known, *jaxpr.constvars}
-    for eqn in jaxprs.all_equations(jaxpr):
-        read = filter(jaxprs.is_variable, eqn.invars)
-        if free.issuperset(read) and not eqn.effects:
-            free.update(eqn.outvars)
-    return Owners(jaxpr, jaxprs.all_equations(jaxpr), free, together)
+    eqns = jaxprs.all_equations(jaxpr)
+    return Owners(
+        jaxpr, eqns, jaxprs.made_of(eqns, [*known, *jaxpr.constvars]), together
+    )
 
 
 def _by_owner(whose: Iterable[Owner]) -> list[list[int]]:
@@ -242,19 +240,21 @@ class _Branch:
         few: int,
     ) -> None:
         program = programs.inlined(closed)
-        closed = divided(program, few, _owners(program, few, outside))
+        self._owners = _owners(program, few, outside)
+        closed = divided(program, few, self._owners)
+        if closed is not program:
+            self._owners = _owners(closed, few, outside)
         self.jaxpr, self._outside = closed.jaxpr, outside
-        self._owners = _owners(closed, few, outside)
         self._env = dict(zip(self.jaxpr.constvars, closed.consts, strict=True))
         self._env |= zip(self.jaxpr.invars, operands, strict=True)
         self._few = few
         self._operands = {*self.jaxpr.invars, *self.jaxpr.constvars}
         self._makers: dict[Var, JaxprEqn] = {}
-        self._after_matrices: set[Var] = set()
-        for eqn in jaxprs.all_equations(self.jaxpr):
+        eqns = jaxprs.all_equations(self.jaxpr)
+        for eqn in eqns:
             self._makers |= dict.fromkeys(eqn.outvars, eqn)
-            if is_of_matrices(eqn) or jaxprs.among(eqn.invars, self._after_matrices):
-                self._after_matrices.update(eqn.outvars)
+        made = (x for eqn in eqns if is_of_matrices(eqn) for x in eqn.outvars)
+        self._after_matrices = jaxprs.descendants(eqns, made)
 
     def read_by(self, k: int) -> set[Owner]:
         """The owners of operands that the equations of a result read."""

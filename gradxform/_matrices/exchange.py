@@ -300,11 +300,13 @@ class _Travel:
     ) -> list[jax.Array]:
         """(matrices, ...) of each array; zeros for what does not travel."""
 
-        def gathered(members: Sequence[int]) -> list[jax.Array]:
-            packed = [self._pack.packed(columns[n], self._reads[n]) for n in members]
-            kinds = [self._reads[n][0] for n in members]
-            away = [k for k, kind in enumerate(kinds) if not kind.is_there]
-            of = [kinds[k].of_matrix for k in away]
+        def gathered(
+            members: Sequence[int], columns: Sequence[Sequence[jax.Array]]
+        ) -> list[jax.Array]:
+            kinds = [self._reads[n] for n in members]
+            packed = list(map(self._pack.packed, columns, kinds))
+            away = [k for k, (kind, *_) in enumerate(kinds) if not kind.is_there]
+            of = [kinds[k][0].of_matrix for k in away]
             found = self._shares.gathered([packed[k] for k in away], of)
             for k, x in zip(away, found, strict=True):
                 packed[k] = x
@@ -312,12 +314,14 @@ class _Travel:
 
         found = dict[int, jax.Array]()
         for condition, members in _by_condition(self._reads).items():
-            fetch = functools.partial(gathered, members)
+            of = [columns[n] for n in members]
             if condition is None:
-                made = fetch()
-            else:
-                zeros = functools.partial(_zeros_like, jax.eval_shape(fetch))
-                made = jax.lax.cond(jnp.any(flags[condition]), fetch, zeros)
+                made = gathered(members, of)
+            else:  # By `jit` the types and the conditional need one trace.
+                fetch = jax.jit(functools.partial(gathered, members))
+                zeros = functools.partial(_zeros_like, jax.eval_shape(fetch, of))
+                flag = jnp.any(flags[condition])
+                made = jax.lax.cond(flag, fetch, lambda _, zeros=zeros: zeros(), of)
             found.update(zip(members, made, strict=True))
         return [found[n] for n in range(len(columns))]
 

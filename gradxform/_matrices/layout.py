@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradxform._jax import jaxprs, versions
@@ -44,7 +44,8 @@ class Arguments:
     """The arguments of a step, and where they lie.
 
     Attributes:
-      names: the mesh axes that cut an argument, where it is known or likely.
+      names: the mesh axes that cut an argument, where something says it.
+      likely: the same for others, as far as one can tell. It takes long.
       known: the arguments for which it is known.
       new: for variables of the state those that replace them.
       gradients: the variables of gradients.
@@ -52,6 +53,7 @@ class Arguments:
     """
 
     names: Mapping[Var, Names]
+    likely: Callable[[], Mapping[Var, Names]]
     known: frozenset[Var]
     new: Mapping[Var, Var]
     gradients: tuple[Var, ...]
@@ -86,8 +88,15 @@ class Layout:
         names = dict(arguments.names)
         there: dict[Var, Names] = {}
 
+        def likely() -> dict[Var, Names]:
+            return {**arguments.likely(), **names}
+
+        def uncut() -> set[Var]:
+            whole = [x for x, cuts in likely().items() if not any(cuts)]
+            return jaxprs.made_of(update.equations, [*whole, *update.free])
+
         def lies(x: Var, axes: Axes, lead: Var, of_lead: Axes) -> bool | None:
-            base = _base(names.get(lead), of_lead)
+            base = _base((names if lead in names else likely()).get(lead), of_lead)
             others = [n for n in sizes if not any(n in each for each in base)]
             lengths = tuple(shape_of(x)[a] for a in axes if a is not None)
             batch = exchange.shares(lengths, base, others, sizes)
@@ -98,11 +107,11 @@ class Layout:
                 return None if names.get(x) == there[x] else False
             return True
 
-        whole = [x for x in names if not any(names[x])]
-        uncut = update.made_of([*whole, *update.free])
         lying = Lying(arguments.new, arguments.gradients, uncut, names, lies)
         found, of_state = update.cores(lying)
         names.update((x, there[x]) for x in of_state)
+        if any(shape_of(x) and x not in names for x in update.jaxpr.invars):
+            names = likely()
         wanted = {y: names[x] for y, x in arguments.results.items() if x in names}
         for eqn in reversed(update.equations):
             if jaxprs.name_of(eqn) in versions.ELEMENTWISE | versions.SAME_VALUES:

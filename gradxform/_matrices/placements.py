@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -37,6 +37,7 @@ class Placements(NamedTuple):
     Attributes:
       mesh: on which devices; None if nothing says it.
       names: what cuts a leaf, by its index.
+      likely: the same for leaves of the state if nothing says it. It traces ``init``.
       types: the shardings of leaves whose types say them.
       known: the leaves whose types say it, or arrays that are there.
       is_one_device: whether all leaves lie on one device, and no type says on which.
@@ -44,6 +45,7 @@ class Placements(NamedTuple):
 
     mesh: AnyMesh | None
     names: Mapping[int, Names]
+    likely: Callable[[], Mapping[int, Names]]
     types: Mapping[int, NamedSharding]
     known: frozenset[int] = frozenset()
     is_one_device: bool = False
@@ -64,9 +66,9 @@ def found(
       ValueError: they do not fit the parameters, or are on several meshes.
     """
     given = {} if shardings is None else _given(args, shardings)
-    likely = functools.cache(lambda: _likely(init, args, given))
     types: dict[int, NamedSharding] = {}
     places: dict[int, NamedSharding] = {}
+    unsaid: dict[int, Path] = {}
     is_unknown, known = False, set[int]()
     for n, (path, x) in enumerate(jax.tree.leaves_with_path(args)):
         if not is_array(x):
@@ -86,7 +88,9 @@ def found(
             is_unknown |= any(sharding.mesh.shape[name] > 1 for name in others)
         elif isinstance(x, jax.core.Tracer):
             is_unknown |= in_updates_or_params
-            sharding = likely().get(path, sharding)
+            if given and path[0] == jax.tree_util.SequenceKey(2):
+                unsaid[n] = path
+                continue
         elif isinstance(x, jax.Array):
             sharding = x.sharding
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
@@ -94,12 +98,22 @@ def found(
     meshes = [x.mesh for x in (*types.values(), *places.values())]
     if (is_unknown and not given) or not meshes:
         is_one = jax.device_count() == 1 or not is_unknown or bool(given)
-        return Placements(None, {}, types, is_one_device=is_one)
+        return Placements(None, {}, dict, types, is_one_device=is_one)
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
-    names = {n: _names(x, ndims[n]) for n, x in places.items() if x.mesh.shape == sizes}
+
+    def names(found: Mapping[int, NamedSharding]) -> dict[int, Names]:
+        on_mesh = {n: x for n, x in found.items() if x.mesh.shape == sizes}
+        return {n: _names(x, ndims[n]) for n, x in on_mesh.items()}
+
+    @functools.cache
+    def likely() -> dict[int, Names]:
+        found = _likely(init, args, given)
+        return names({n: found[path] for n, path in unsaid.items() if path in found})
+
     is_one = meshes[0].size == 1 and not types
-    return Placements(meshes[0], names, types, frozenset(known), is_one)
+    cuts = names(places)
+    return Placements(meshes[0], cuts, likely, types, frozenset(known), is_one)
 
 
 def _given(
@@ -139,7 +153,7 @@ def _likely(
     init: optax.TransformInitFn,
     args: Args,
     given: Mapping[Path, jax.sharding.Sharding],
-) -> dict[Path, jax.sharding.Sharding]:
+) -> dict[Path, NamedSharding]:
     """Where leaves of a state lie if those of parameters are given, by their paths.
 
     If it lies elsewhere, that costs traffic, and no number changes.

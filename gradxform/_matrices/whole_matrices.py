@@ -329,14 +329,18 @@ class CutStep:
         """The variables of arguments, and where they lie."""
         outvars = self.closed.jaxpr.outvars
         variables = dict(zip(self.given, self.closed.jaxpr.invars, strict=True))
-        names = {x: placed.names[n] for n, x in variables.items() if n in placed.names}
+
+        def named(names: Mapping[int, Names]) -> dict[Var, Names]:
+            return {x: names[n] for n, x in variables.items() if n in names}
+
         pairs = [
             (y, n)
             for y, n in zip(outvars, self.replaces, strict=True)
             if jaxprs.is_variable(y) and n in variables
         ]
         return Arguments(
-            names,
+            named(placed.names),
+            lambda: named(placed.likely()),
             frozenset(x for n, x in variables.items() if n in placed.known),
             {variables[n]: y for y, n in pairs if n >= self.num_updates},
             tuple(x for n, x in variables.items() if n < self.num_updates),
@@ -357,11 +361,11 @@ class CutStep:
         """
         jaxpr, mesh = self.closed.jaxpr, next(iter(types.values())).mesh
         env = self._env(arrays)
-        explicit = mesh.explicit_axes
-        typed = self.update.descendants(
-            x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes
+        explicit, eqns = mesh.explicit_axes, self.update.equations
+        typed = jaxprs.descendants(
+            eqns,
+            (x for x, y in env.items() if jax.typeof(y).sharding.mesh.explicit_axes),
         )
-        eqns = self.update.equations
         outside = [eqn for eqn in eqns if typed.isdisjoint(eqn.outvars)]
         jaxprs.advance(jaxprs.needed(outside, jaxpr.outvars), env)
         shardings: dict[int, NamedSharding] = {}

@@ -145,6 +145,7 @@ INNER = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INNER)
 def test_by_layers(name):
     tx = cautious(INNER[name], stacked_axes={"blocks": 1, "head": 0})

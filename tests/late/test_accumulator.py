@@ -665,6 +665,7 @@ def test_a_number_required_that_shrinks_takes_all_there_are():
 # What a sum keeps.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "dtype", "sums"),
     [("apply", "bfloat16", None), ("update", "float32", "bfloat16")],
@@ -710,6 +711,7 @@ def test_an_update_that_the_sum_cannot_hold_is_not_rounded():
     np.testing.assert_array_equal(updates, np.float32(1 + 2**-20))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("old", [400.0, np.nan])
 def test_a_norm_sees_nothing_of_the_sum_before(old):
     tx = gx.accumulate(optax.chain(gx.clip_by_global_norm(1.0), WHOLE), 1)

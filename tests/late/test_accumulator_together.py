@@ -358,6 +358,7 @@ def all_reduces(step, *args):
     return counts[True], counts[False]
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.parametrize("check", [True, False], ids=["vma", "no vma"])
 def test_no_loop_adds_up_gradients(check):

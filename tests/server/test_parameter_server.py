@@ -464,6 +464,13 @@ def test_padding_may_hold_anything():
         server.push(grads, 1)
 
 
+def test_rows_of_another_precision_are_refused():
+    server = gx.ParameterServer({"t": jnp.zeros((4, 2))}, gx.adagrad(0.1))
+    rows = gx.IndexedSlices([1], jnp.ones((1, 2), jnp.float16), (4, 2))
+    with pytest.raises(TypeError, match=r"dtype at \['t'\]: .*float16\[1,2\]"):
+        server.push({"t": rows}, 0)
+
+
 def test_a_push_that_a_restore_overtakes_is_refused():
     def update(updates, state):
         restores.submit(server.restore, saved).result()  # While the push is compiled.

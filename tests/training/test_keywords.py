@@ -188,6 +188,16 @@ def test_names_of_the_step_may_be_those_of_a_loss():
     assert gx.evaluate(loss)(start(), x[0], state=state, params=1.0).shape == (1,)
 
 
+class Scaled:
+    """A transformation as a user may write it: no named tuple of optax."""
+
+    def init(self, params):
+        return optax.EmptyState()
+
+    def update(self, updates, state, params=None, *, factor):
+        return optax.tree.scale(-factor, updates), state
+
+
 def reads_factor():
     """A transformation that names an extra argument, and one that hides it."""
 
@@ -444,6 +454,12 @@ AROUND = {
     "MultiSteps": lambda tx: optax.MultiSteps(tx, 1).gradient_transformation(),
     "drop_stale": lambda tx: gx.drop_stale(tx, 4),
     "accumulate": lambda tx: gx.accumulate(tx, 1),
+    "conditional_accumulator": lambda tx: gx.conditional_accumulator(tx, 1),
+    "worker_mean": lambda tx: gx.worker_mean(tx, 1, method="ringleader"),
+    "skip_spikes": gx.skip_spikes,
+    "delayed": lambda tx: gx.delayed(tx, 0),
+    "master_weights": gx.master_weights,
+    "two gates": lambda tx: gx.accumulate(gx.drop_stale(tx, 4), 1),
     "masked": lambda tx: optax.masked(tx, {"w": True}),
     "lazy": gx.lazy,
     "low_bit_state": gx.low_bit_state,
@@ -454,12 +470,21 @@ AROUND = {
 }
 
 
+WORDS = dict.fromkeys(
+    ("drop_stale", "conditional_accumulator", "two gates"), ("local_step",)
+)
+WORDS["worker_mean"] = ("local_step", "worker")
+
+
+@pytest.mark.quick_case("lazy")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", AROUND)
 def test_what_a_transformation_hides_is_found_by_its_trace(name):
     """``factor`` is read, however deep it is; another one is not."""
-    words = {"local_step": 0} if name == "drop_stale" else {}
-    for inner in reads_factor():
+    words = dict.fromkeys(WORDS.get(name, ()), 0)
+    # Optax gives a class no extra arguments.
+    drops = name in ("chain", "MultiSteps", "masked")
+    for inner in reads_factor() if drops else (*reads_factor(), Scaled()):
         tx = AROUND[name](inner)
         step = gx.minimize(loss_fn, tx, donate=False)
         params, _, _ = stepped(step, tx, X, factor=jnp.float32(0.5), **words)
@@ -474,6 +499,13 @@ def test_what_a_transformation_hides_is_found_by_its_trace(name):
                 apply(tx, grads, state, start(), factor=0.5, other=1.0, **words)
         with pytest.raises(TypeError, match=r"nobody reads the keyword 'other'"):
             stepped(step, tx, X, factor=jnp.float32(0.5), other=1.0, **words)
+        steps = gx.local_steps(loss_fn, tx, donate=False)
+        change, _, _ = stepped(steps, tx, X[None], factor=np.float32(0.5), **words)
+        np.testing.assert_allclose(change["w"], 0.5 * gradient, rtol=1e-5)
+        server = gx.ParameterServer(start(), tx)
+        given = {k: x for k, x in words.items() if k != "local_step"}
+        server.push(grads, 0, factor=np.float32(0.5), **given)
+        chex.assert_trees_all_close(server.pull()[0], params, rtol=1e-5)
 
 
 def test_conventional_words_need_no_reader():

@@ -15,7 +15,7 @@ import gradxform as gx
 SGD = optax.sgd(0.1)
 
 
-@pytest.mark.every
+@pytest.mark.quick_case("0.25")
 @pytest.mark.parametrize("l1", [0.0, 0.25, 1.0])
 def test_proximal_adagrad_with_a_schedule(l1):
     tx = gx.proximal_adagrad(lambda count: 0.5 / (1 + count.astype("float32")), 0.1, l1)
@@ -45,6 +45,7 @@ def test_ftrl_with_another_power_starts_from_any_sum(start):
     np.testing.assert_allclose(new, -z / (n**0.7 / 0.5), rtol=2e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_residual_is_the_nearest_whole_number():
     """float16 has steps of 2**-24 here, int16 divides them, and float32 is finer."""
     start, part = 2.0**-19, 2.0**-40

@@ -82,7 +82,7 @@ def numbers(seed):
     return np.where(np.isfinite(x) & (size > 1e-30) & (size < 1e30), x, 1.0)
 
 
-@pytest.mark.every
+@pytest.mark.quick_case("int16-jit")
 @pytest.mark.parametrize(
     ("residual_dtype", "wrap"),
     [("int16", jax.jit), ("int8", lambda f: f), ("bfloat16", jax.jit)],
@@ -188,6 +188,7 @@ def test_steps_below_a_part_move_as_far_as_they_should(
     assert (error <= lost + 0.01 * steps * rates + 3 * eps / 254).all()
 
 
+@pytest.mark.slow
 def test_a_row_that_is_touched_now_and_then_moves_as_far_as_it_should():
     table = jnp.ones((6, 4), jnp.bfloat16)
     inner = gx.lazy(optax.sgd(1e-5))
@@ -657,6 +658,7 @@ def test_a_step_reads_and_writes_the_touched_rows_of_a_table(name):
 RANDOM_ROWS = optax.chain(WITH_ROWS, gx.round_stochastically(0))
 
 
+@pytest.mark.slow
 def test_random_rounding_of_a_table_goes_behind_lazy():
     table = jnp.ones((20000, 8), jnp.bfloat16)
     new, _ = pushed(RANDOM_ROWS, table)
@@ -730,6 +732,7 @@ def test_a_state_of_parameters_in_two_precisions_is_saved_leaf_by_leaf(residual_
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_nnx_trains_parameters_in_two_precisions():
     model = nnx.Linear(3, 2, rngs=nnx.Rngs(0), param_dtype=jnp.bfloat16)
     model.bias = nnx.Param(jnp.zeros(2))

@@ -320,6 +320,7 @@ def test_a_state_on_explicit_axes_needs_no_context(jit):
         assert x.sharding.device_set == w.sharding.device_set
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [127, 129])
 def test_a_step_takes_many_layers_one_after_the_other(layers):
     w = np.random.default_rng(0).normal(size=(layers, 32)).astype(np.float32)

@@ -172,6 +172,19 @@ def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
     assert once.tolist() == [0, 3, 5, 5]
 
 
+def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
+    types = (AxisType.Auto, AxisType.Auto)
+    step = jax.shard_map(
+        lambda t, i, v: gx.apply_updates(t, gx.IndexedSlices(i, v, t.shape)),
+        mesh=jax.make_mesh((4, 2), ("x", "y"), axis_types=types),
+        in_specs=P("x"),
+        out_specs=P("x"),
+        axis_names={"x"},
+    )
+    params = jax.jit(step)(jnp.ones((8, 1)), jnp.array([1, 1] * 4), jnp.ones((8, 1)))
+    assert params.ravel().tolist() == [1, 3] * 4
+
+
 def test_all_gather_puts_the_rows_of_all_devices_together():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     rows = jnp.arange(16.0).reshape(8, 2)
@@ -305,6 +318,12 @@ def over_two_devices(f):
 
 def over_two_numbers(f):
     return lambda g: jax.vmap(lambda _: f(g), axis_name="i")(ONES)
+
+
+def test_rows_of_half_precision_are_rounded_once():
+    table = jnp.ones((3, 1), jnp.bfloat16)
+    step = gx.IndexedSlices([1], jnp.full((1, 1), 2**-8 + 2**-20), (3, 1))
+    assert gx.apply_updates(table, step).tolist() == [[1.0], [1 + 2**-7], [1.0]]
 
 
 @pytest.mark.parametrize(
