@@ -231,16 +231,11 @@ def random_programs(how, seed):
             yield found
 
 
-def covering(stream):
-    """Programs, each with most choices that those before lack, until none has any."""
-    left, seen = dict(enumerate(stream)), set()
+def telling(stream, seen):
+    """Programs of a stream, each with most choices that are not in ``seen`` by then."""
+    left = dict(enumerate(stream))
     while left:
-        best = max(left, key=lambda number: len(left[number].chosen - seen))
-        p = left.pop(best)
-        if p.chosen <= seen:
-            return
-        seen |= p.chosen
-        yield p
+        yield left.pop(max(left, key=lambda number: len(left[number].chosen - seen)))
 
 
 @contextlib.contextmanager

@@ -38,19 +38,10 @@ def drawn(family, count, seed):
     return itertools.islice(programs.random_programs(FAMILIES[family], seed), count)
 
 
-def telling(family, seed, seen):
-    """Programs of 200, each with most choices that are not in ``seen`` by then."""
-    programs = list(drawn(family, 200, seed))
-    while programs:
-        p = max(programs, key=lambda p: len(p.chosen - seen))
-        programs.remove(p)
-        yield p
-
-
 @pytest.mark.every
 @pytest.mark.parametrize("family", ["losses", "optimizers", "places"])
 def test_a_step_is_the_ordinary_one(family):
-    next(telling(family, 29, set())).check()
+    next(programs.telling(drawn(family, 200, seed=29), set())).check()
 
 
 @pytest.mark.every
@@ -68,7 +59,8 @@ def test_each_choice_is_drawn_and_runs():
     """
     ran, refused, count = set(), 0, 0
     for family in steps.FAMILIES:
-        for number, p in enumerate(telling(family, 1, ran)):
+        stream = programs.telling(drawn(family, 200, seed=1), ran)
+        for number, p in enumerate(stream):
             if number >= 3 and p.chosen <= ran:
                 break
             is_refused = p.check() is not None
