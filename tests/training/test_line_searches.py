@@ -106,7 +106,6 @@ def test_they_get_what_optax_asks_for(around, name):
 BACKTRACKING = SEARCHES["backtracking"]
 
 
-@pytest.mark.slow
 def test_the_loss_that_they_evaluate_has_its_keywords():
     """Arrays and flags, also beside words of a gate, and with an aux."""
 

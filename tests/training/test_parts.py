@@ -255,6 +255,12 @@ def test_a_traced_id_that_is_not_there_is_padding():
     assert not np.any(grads["table"].densify()[4])
 
 
+def test_a_part_may_be_made_of_traced_arrays():
+    indices, values = jnp.array([4, 2]), jnp.ones((2, WIDTH))
+    part = jax.eval_shape(lambda i, x: gx.TableRows(i, x, TABLE.shape), indices, values)
+    assert part.values.shape == (2, WIDTH)
+
+
 def test_an_empty_part_reads_padding():
     empty = gx.TableRows([], jnp.zeros((0, WIDTH)), TABLE.shape)
     assert not np.any(jax.jit(gx.lookup)(empty, IDS))

@@ -55,9 +55,17 @@ def test_l1_holds_weights_at_exactly_zero(of_params, of_gradients, name):
     assert np.all(np.asarray(w[:32], np.float32) > 0)
 
 
-def test_updates_of_weights_of_another_dtype_hold_the_weights_exactly():
+@pytest.mark.every
+@pytest.mark.parametrize(
+    "tx",
+    [
+        gx.ftrl(0.3, **HELD),
+        gx.proximal_adagrad(0.3, l1_regularization_strength=2.0),
+    ],
+    ids=["ftrl", "proximal_adagrad"],
+)
+def test_updates_of_weights_of_another_dtype_hold_the_weights_exactly(tx):
     w, g = jnp.full(4, 1 + 2**-20), jnp.full(4, 0.01, jnp.bfloat16)
-    tx = gx.ftrl(0.3, **HELD)
     updates, _ = tx.update(g, tx.init(w), w)
     assert updates.dtype == jnp.float32
     np.testing.assert_array_equal(updates, -w)
