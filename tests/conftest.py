@@ -76,7 +76,7 @@ NEWEST_JAX = jax.__version_info__ >= (0, 12)
 def pytest_collection_finish():
     """The garbage collector need not look at imports and tests again and again.
 
-    It also looks less often at what tracing leaves: that took 5 % of the time.
+    It also looks less often at objects of traces. That took 5 % of the time.
     """
     gc.collect()
     gc.freeze()
@@ -112,7 +112,7 @@ def pytest_collection_modifyitems(config, items):
             ids, (cheap,) = [item.callspec.id for item in cases], named.args
             if cheap in ids:
                 taken = ids.index(cheap)
-            # An older JAX may lack it, and so does a run of named cases.
+            # An older JAX may lack it, and so may a run of named cases.
             elif NEWEST_JAX and not any("[" in arg for arg in config.args):
                 raise pytest.UsageError(f"{name} has no case {cheap!r} for quick_case.")
         for number, item in enumerate(cases):

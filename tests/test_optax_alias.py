@@ -1,4 +1,4 @@
-"""Ours in the place of optax's: in optax's own tests, and inside of its wrappers.
+"""Optax's own tests run with our aliases, and its wrappers hold our optimizers.
 
 Its tests ship in its wheel: convergence on a parabola and on Rosenbrock's function,
 real and complex; dtype, shape and sharding stability from float16 to complex128;

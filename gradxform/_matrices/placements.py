@@ -169,11 +169,15 @@ def _likely(
     tree = jax.tree.map_with_path(described, tree)
     tx = optax.GradientTransformation(init, optax.identity().update)
 
-    def asked(params: PyTree[Any], like: Mapping[Path, Path]) -> dict[Path, Any]:
-        """What each leaf of the state is, or the one that it is like."""
+    def asked(
+        params: PyTree[object], like: Mapping[Path, Path]
+    ) -> dict[Path, jax.ShapeDtypeStruct]:
+        """The description of each leaf of the state, or of the one that it is like."""
+        known: dict[Path, jax.ShapeDtypeStruct]
         known = dict(jax.tree.leaves_with_path(abstract_state(tx, params)))
         flat = jax.tree.leaves_with_path(state)
-        found = {path: known.get(like.get(path, path)) for path, _ in flat}
+        of = {path: like.get(path, path) for path, _ in flat}
+        found = {path: known[one] for path, one in of.items() if one in known}
         shapes = [getattr(x, "shape", None) for x in found.values()]
         return found if shapes == [np.shape(x) for _, x in flat] else {}
 
@@ -190,7 +194,7 @@ def _of_each_kind(
     init: optax.TransformInitFn,
     params: PyTree[jax.ShapeDtypeStruct],
     state: optax.OptState,
-) -> tuple[PyTree[Any], dict[Path, Path]]:
+) -> tuple[PyTree[object], dict[Path, Path]]:
     """One of equal parameters, and for leaves of the state those of this one.
 
     Equal ones lie alike, and have states of the same types in the same places. A trace
@@ -202,7 +206,7 @@ def _of_each_kind(
     flat, leaves = jax.tree.leaves_with_path(params), jax.tree.leaves_with_path(state)
     marks = jax.tree.map_with_path(lambda path, _: Placeholder(path), params)
     owner = owned(init, marks, state)
-    of: dict[Path, list[tuple[Path, Any]]] = {path: [] for path, _ in flat}
+    of: dict[Path, list[tuple[Path, jax.Array]]] = {path: [] for path, _ in flat}
     for path, x in leaves:
         if path in owner:
             of[owner[path]].append((path, x))
