@@ -122,8 +122,8 @@ def test_an_array_inside_its_range_comes_back_itself():
     """No program is run for it; one of integers is never moved."""
     for x in (jnp.float32(0.5), jnp.int32(3)):
         assert arguments.to_end(x, 0, 1) is x
-        assert arguments.whole(jnp.int32(3)) == 3
-    assert arguments.whole(3) == 3
+    for n in (3, jnp.int32(3)):
+        assert arguments.whole(n) is n
 
 
 def test_ends_that_are_excluded_are_allowed_in_arrays_alone():
@@ -187,6 +187,11 @@ def test_traced_arguments():
         with pytest.raises(TypeError, match=r"on must be True or False, not traced"):
             arguments.check_flags(on=x > 0)
         assert arguments.flag("on", x > 0).shape == ()
+        for wrong in (jnp.stack([x, x]), z, x > 0):
+            with pytest.raises(
+                TypeError, match=r"^n\(global_step\) must be a real sca"
+            ):
+                arguments.scheduled("n", lambda _, wrong=wrong: wrong, y, "[1, 9]")
         with pytest.raises(RuntimeError, match=r"^pull was called while JAX traces"):
             arguments.check_not_tracing("pull")
         return x
@@ -198,8 +203,8 @@ def test_traced_arguments():
 def test_real_numbers_and_constants():
     for value in (1, 1.0, np.int8(1), jnp.float32(1)):
         assert arguments.is_real(value)
-        assert arguments.is_constant(value, 1)
-        assert not arguments.is_constant(value, 2)
+        assert arguments.is_constant(value, 1) is True
+        assert arguments.is_constant(value, 2) is False
         assert arguments.real(value) is value
     for value in (1j, True, "1", None):
         assert not arguments.is_real(value)
