@@ -167,6 +167,8 @@ def test_integers():
         with pytest.raises(TypeError, match=r"^x must be an integer scalar, got"):
             arguments.in_range("x", value, "[0, 9]", integer=True)
     arguments.check_scalar("x", 3.0)
+    with pytest.raises(TypeError, match=r"^x must be an integer scalar, got 2\.5"):
+        arguments.length("x", 2.5, "[0, 9]")
     assert arguments.length("x", np.int8(3), "[0, 9]") == 3
     assert type(arguments.length("x", np.int8(3), "[0, 9]")) is int
 
@@ -269,7 +271,7 @@ def test_transformations():
 
     class Half:
         init = staticmethod(tx.init)
-        update = None
+        update = 3
 
     for value in (0.1, None, Half(), type("Other", (), {"update": tx.update})):
         with pytest.raises(TypeError, match=r"^inner must be an optax\.GradientTran"):
