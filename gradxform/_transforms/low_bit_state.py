@@ -90,13 +90,13 @@ def low_bit_state(
 
     The number of blocks follows from the length of the axis alone. Blocks are equal
     if that takes fewer than twice the number that ``block_size`` needs. Of such numbers
-    it is the one with the most factors of two. So a state has the same
-    shapes on every mesh and under ``jit``, and its checkpoint fits any number of
-    devices. Codes lie where the array would lie. If the number of blocks can be divided
-    among the devices along that axis, each has its own scales, else all of them. In
-    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too. Under
-    ``jax.jit`` the arrays of a new state are encoded one after another, so there is
-    room for one of them in floating point, not for all.
+    it is the one with the most factors of two. So a state has the same shapes on every
+    mesh and under ``jit``, and its checkpoint fits any number of devices. Codes lie
+    where the array would lie. If the number of blocks can be divided among the devices
+    along that axis, each has its own scales, else all of them. In ``jax.shard_map``
+    each device has blocks of its own: call ``init`` there, too. Under ``jax.jit`` the
+    arrays of a new state are encoded one after another, so there is room for one of
+    them in floating point, not for all.
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
