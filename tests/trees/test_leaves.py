@@ -223,7 +223,7 @@ def test_marks_of_states(monkeypatch):
     )
     assert mark(Marked) is Marked
     inner, empty = Marked(jnp.ones(()), ()), Marked((), Marked(jnp.ones(()), ()))
-    assert states.KNOWN_WORDS == {"step", "read"}
+    assert {"step", "read"} == states.KNOWN_WORDS
     assert states.mark_of(Marked).gate
     assert states.mark_of(Point) == states.Mark()
     assert not states.mark_of(optax.EmptyState).gate
