@@ -100,6 +100,8 @@ def test_prefixes():
         r"^mask has 7 at \['c'\], where updates has nothing\. Pass.*of updates"
     ):
         structures.prefix("mask", {"a": 1, "b": 2, "c": 7}, TREE, "updates")
+    with refused(r"^mask has 7 at \['c'\], where params has nothing"):
+        structures.prefix("mask", lambda _: {"a": 1, "b": 2, "c": 7}, TREE)
     # A value at a node that is masked may be there, and below it, too.
     masked = {"a": optax.MaskedNode(), "b": ONES(2)}
     wanted = {"a": optax.MaskedNode(), "b": 2}
@@ -312,7 +314,13 @@ def test_parameters_are_arrays_or_numbers():
         with refused(r"^params has .* at \[1\], which has no gradient.*eqx\.partition"):
             structures.check_learnable([1.0, wrong])
     structures.check_some_gradient("grads", [None, ONES(2)])
-    for none in ([None], [], np.zeros(2, jax.dtypes.float0), optax.MaskedNode()):
+    for none in (
+        [None],
+        {"a": None},
+        [],
+        np.zeros(2, jax.dtypes.float0),
+        optax.MaskedNode(),
+    ):
         with refused("^grads has no gradient for any leaf of params", ValueError):
             structures.check_some_gradient("grads", none)
 
