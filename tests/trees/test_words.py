@@ -216,7 +216,7 @@ def test_a_word_that_a_gate_misses_is_the_slip():
     check(needs_worker, {"worker": 1})
     with lost("wroker"):
         check(needs_worker, {"far_away": 2, "wroker": 1})
-    with pytest.raises(TypeError, match="^it needs worker"):
+    with pytest.raises(TypeError, match=r"^it needs worker"):
         check(needs_worker, {"far_away": 2})
 
 
