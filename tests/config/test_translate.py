@@ -85,7 +85,7 @@ RIGHT = [
     (TFA, NOVOGRAD),
     (serialized("Addons>NovoGrad", {**TFA, "amsgrad": False}), NOVOGRAD),
     # Clips; in Keras 3 a limit of 0 is none.
-    ({**KERAS3, "clipnorm": 2.0}, {**OURS, "clipnorm": 2.0}),
+    ({**KERAS3, "clipnorm": 0.5}, {**OURS, "clipnorm": 0.5}),
     ({**KERAS3, "clipvalue": 0.0}, OURS),
     ({**LEGACY, "clipvalue": 0.0}, {**OF_LEGACY, "clipvalue": 0.0}),
     ({**LEGACY, "global_clipnorm": 3.0}, {**OF_LEGACY, "global_clipnorm": 3.0}),

@@ -43,6 +43,7 @@ def kind(x):
 VALUES = [3, True, "a", {"k": (1, True, "b"), "z": [2.5]}, [False, 1, True], (), [None]]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("keeps", [False, True])
 def test_keywords_are_divided_and_joined_again(keeps):
     """Every pair of values; bools are arrays in the keyword that keeps them."""
