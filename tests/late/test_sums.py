@@ -192,11 +192,16 @@ def test_the_first_state_of_a_sum():
     assert low.total_weight.dtype == jnp.float32
 
 
-# Whether a push to a gate around SGD computes the step in each case on TPU, or in a
-# conditional: there the step comes before something else is written.
+# Whether a push to a gate without momentum computes the step in each case on TPU. It
+# does not where the step comes before something else is written.
 GATES = {
     "drop_stale": (lambda: gx.drop_stale(INNER, 1), {"local_step": 0}, True),
     "accumulate": (lambda: gx.accumulate(INNER, 2), {}, True),
+    "a momentum": (
+        lambda: gx.drop_stale(optax.trace(0.9), 1),
+        {"local_step": 0},
+        False,
+    ),
     "delayed": (lambda: gx.delayed(INNER, 2), {}, False),
     "worker_mean": (
         lambda: gx.worker_mean(INNER, 2, method="latest"),

@@ -216,6 +216,10 @@ class Marked(NamedTuple):
     inner_state: object
 
 
+class Reader(NamedTuple):
+    count: object
+
+
 def test_marks_of_states(monkeypatch):
     monkeypatch.setattr(states, "KNOWN_WORDS", set())
     mark = states.Mark(
@@ -242,7 +246,8 @@ def test_marks_of_states(monkeypatch):
     assert not states.has_field(inner, "other")
     assert [node for _, node in states.gates(empty, "count")] == [inner]
     assert states.words(Marked((), ())) == {"read"}
-    assert not states.has_gate([Point(1, 2)])
+    assert states.words([states.Mark(reads=["other"])(Reader)(1)]) == {"other"}
+    assert not states.has_gate([Point(1, 2), Reader(1)])
     assert not states.takes_none(Point(1, 2))
 
 
