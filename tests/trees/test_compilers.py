@@ -198,20 +198,13 @@ def read_layer(dtype):
     return lambda x: compilers.read_layer(x.astype(dtype), jnp.int32(1), 3, 0)
 
 
+BARRIER = "optimization_barrier"
 # What a program does on one platform alone.
 ALONE = {
-    "unshared": (compilers.unshared, "cpu", "optimization_barrier"),
-    "after": (
-        lambda x: compilers.barrier_after(x, x[0]),
-        "cpu",
-        "optimization_barrier",
-    ),
-    "on cpu": (compilers.barrier_on_cpu, "cpu", "optimization_barrier"),
-    "on gpu": (
-        lambda x: compilers.barrier_on_gpu(x, x),
-        "cuda",
-        "optimization_barrier",
-    ),
+    "unshared": (compilers.unshared, "cpu", BARRIER),
+    "after": (lambda x: compilers.barrier_after(x, x[0]), "cpu", BARRIER),
+    "on cpu": (compilers.barrier_on_cpu, "cpu", BARRIER),
+    "on gpu": (lambda x: compilers.barrier_on_gpu(x, x), "cuda", BARRIER),
     "laid out": (compilers.laid_out, "tpu", "LayoutConstraint"),
     "a layer": (read_layer("float32"), "tpu", "dynamic_update_slice"),
     "a short layer": (read_layer("bfloat16"), None, "dynamic_update_slice"),
