@@ -36,26 +36,37 @@ def cost(inside, edges, values):
     return total
 
 
+def check(nodes, edges, values):
+    """Compares the cut with all others. Of the cheapest it is the largest."""
+    graph = boundary.Graph()
+    for edge in edges:
+        graph.edge(*edge)
+    for k, value in enumerate(values):
+        graph.value(f"value {k}", *value)
+    cuts = [
+        {"inside", *some}
+        for n in range(len(nodes) + 1)
+        for some in itertools.combinations(nodes, n)
+    ]
+    least = min(cost(cut, edges, values) for cut in cuts)
+    # A node that nobody has named is in no graph.
+    named = {x for a, b, _ in edges for x in (a, b)}
+    named |= {x for maker, readers, _ in values for x in (maker, *readers)}
+    largest = set().union(*(x for x in cuts if cost(x, edges, values) == least))
+    found = graph.cut().intersection(nodes)
+    assert found == largest.intersection(nodes, named), (edges, values)
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.every
 def test_the_cut_is_the_largest_of_the_cheapest(seed):
     rng = np.random.default_rng(seed)
     for _ in range(50):
-        nodes, edges, values = drawn(rng)
-        graph = boundary.Graph()
-        for edge in edges:
-            graph.edge(*edge)
-        for k, value in enumerate(values):
-            graph.value(f"value {k}", *value)
-        cuts = [
-            {"inside", *some}
-            for n in range(len(nodes) + 1)
-            for some in itertools.combinations(nodes, n)
-        ]
-        least = min(cost(cut, edges, values) for cut in cuts)
-        # A node that nobody has named is in no graph.
-        named = {x for a, b, c in edges for x in (a, b)}
-        named |= {x for maker, readers, _ in values for x in (maker, *readers)}
-        largest = set().union(*(x for x in cuts if cost(x, edges, values) == least))
-        found = graph.cut().intersection(nodes)
-        assert found == largest.intersection(nodes, named), (edges, values)
+        check(*drawn(rng))
+
+
+def test_the_shortest_way_may_be_the_wrong_one():
+    """It goes from a to d, where two longer ways would be free."""
+    ways = [["a", "d"], ["a", "e", "f"], ["b", "c", "d"]]
+    pairs = {x for way in ways for x in itertools.pairwise(["inside", *way, "outside"])}
+    check("abcdef", [(*pair, 1) for pair in sorted(pairs)], [])
