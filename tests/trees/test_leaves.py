@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax.core import meta
 
 import gradxform as gx
 from gradxform._checks import nested
-from gradxform._trees import extra_args, maps, placeholders, states
+from gradxform._trees import boxes, extra_args, maps, placeholders, states
 from gradxform._trees.extra_args import Words
 
 MASKED = optax.MaskedNode()
@@ -249,6 +250,28 @@ def test_marks_of_states(monkeypatch):
     assert states.words([states.Mark(reads=["other"])(Reader)(1)]) == {"other"}
     assert not states.has_gate([Point(1, 2), Reader(1)])
     assert not states.takes_none(Point(1, 2))
+
+
+def test_boxes_that_name_the_axes_of_an_array():
+    box = meta.Partitioned(jnp.ones((2, 3)), names=("x", "y"))
+    params = {"a": box, "b": jnp.ones(4)}
+    plain = boxes.unboxed(params)
+    assert plain["a"] is box.value
+    assert plain["b"] is params["b"]
+    stacked = {"a": jnp.ones((5, 2, 3)), "b": jnp.ones((5, 4))}
+    boxed = boxes.boxed(params, stacked)
+    assert boxed["a"].names == (None, "x", "y")
+    assert boxed["a"].value is stacked["a"]
+    assert boxed["b"] is stacked["b"]
+    # State with as many axes needs no other names, and has no box.
+    same = {"a": jnp.ones((2, 3)), "b": jnp.ones(4)}
+    assert boxes.boxed(params, same) == same
+    found = boxes.as_in(params, same)
+    assert isinstance(found["a"], meta.Partitioned)
+    assert found["a"].value is same["a"]
+    assert boxes.as_in(same, params)["a"] is box.value
+    for tree in (params, {"a": same["a"]}):  # The same nodes, or others.
+        assert boxes.as_in(params, tree) is tree
 
 
 def test_nested_values_have_an_end():
