@@ -3,8 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
+import gradxform as gx
 from gradxform._transforms import half, master_weights
 
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -116,3 +118,35 @@ def test_which_parameters_are_in_half_precision():
             TypeError, match=r"^it takes parameters in .* at \[1\]\. Put"
         ):
             half.check_precision("it", [1.0, wrong])
+
+
+def test_residuals_are_those_of_their_parameters():
+    masked = optax.MaskedNode()
+    params = {"a": jnp.ones(2, BF16), "b": jnp.ones(2)}
+    right = {"a": jnp.zeros(2, "int16"), "b": masked}
+    check = master_weights._check
+    check(params, right, "int16")
+    check(params, right)
+    check({"a": None, "b": params["b"]}, {"a": None, "b": masked}, "int16")
+    with pytest.raises(
+        TypeError, match=r"residual is int16 at \['a'\], but residual_dt"
+    ):
+        check(params, right, "int8")
+    with pytest.raises(TypeError, match=r"params have float32 at \['a'\], and state"):
+        check({**params, "a": jnp.ones(2)}, right, "int16")
+    # Parameters of another transformation have none, but where the state is its own.
+    check(params, {"a": masked, "b": masked})
+    with pytest.raises(TypeError, match=r"params have bfloat16 at \['a'\], and state"):
+        check(params, {"a": masked, "b": masked}, "int16")
+    with pytest.raises(TypeError, match="state has no MasterWeightsState, got none in"):
+        gx.get_master_weights(params, optax.EmptyState())
+    tx = gx.master_weights(optax.sgd(1.0))
+    state = jax.eval_shape(tx.init, params)
+    kinds = jax.tree.map(lambda x: (x.shape, x.dtype.name), state.residual)
+    assert kinds == {"a": ((2,), "int16"), "b": masked}
+    with pytest.raises(
+        TypeError, match=r"^state is not that of tx.*MasterWeightsState"
+    ):
+        tx.update(params, state.inner_state, params)
+    with pytest.raises(ValueError, match="master_weights needs params"):
+        tx.update(params, state)
