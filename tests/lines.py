@@ -1,10 +1,11 @@
-"""Which lines of gradxform/ the tests of each file run: a plugin of pytest.
+"""Which lines of gradxform/ each test runs: a plugin of pytest.
 
 ``python -m pytest -p tests.lines --lines=FOLDER`` writes them there, and how many
-seconds of the processor each file takes, as JSON, one file a process. Lines that run
-while tests are collected have no file. Each file traces for itself: before its first
-test all is forgotten that others have traced. A line that only a process runs which a
-test has started is not seen. It needs Python 3.12.
+seconds of the processor each test takes, as JSON, one file a process. Lines that run
+while tests are collected have no test. Each file traces for itself: before its first
+test all is forgotten that others have traced. A test that uses what an earlier test of
+its file has traced does not run those lines. Some tests start processes. Their lines
+are not seen. It needs Python 3.12.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ PACKAGE = f"{pathlib.Path(__file__).parents[1] / 'gradxform'}{os.sep}"
 
 
 class Run(NamedTuple):
-    """What the tests of one file do."""
+    """What one test does."""
 
     seconds: float  # Of the processor.
     lines: dict[str, set[int]]  # Of each module, by its path in gradxform/.
 
 
 def read(folder: pathlib.Path) -> dict[str, Run]:
-    """What each file of tests does, from all processes; "" is their collection."""
+    """What each test does, from all processes, in their order; "" is the collection."""
     runs: dict[str, Run] = {}
     for path in sorted(folder.glob("*.json")):
-        for file, (seconds, lines) in json.loads(path.read_text()).items():
-            before, known = runs.get(file, Run(0.0, {}))
+        for test, (seconds, lines) in json.loads(path.read_text()).items():
+            before, known = runs.get(test, Run(0.0, {}))
             for module, numbers in lines.items():
                 known.setdefault(module, set()).update(numbers)
-            runs[file] = Run(before + seconds, known)
+            runs[test] = Run(before + seconds, known)
     return runs
 
 
@@ -52,11 +53,11 @@ def forget() -> None:
 
 
 class Recorder:
-    """Writes down each line the first time that a file's tests run it."""
+    """Writes down each line that a test runs."""
 
     def __init__(self, target: pathlib.Path) -> None:
         self.target = target
-        self.file = ""  # None yet: tests are being collected.
+        self.test = ""  # None yet: tests are being collected.
         self.began = 0.0
         self.seconds: dict[str, float] = collections.defaultdict(float)
         self.lines: dict[str, dict[str, set[int]]] = {}
@@ -67,25 +68,24 @@ class Recorder:
 
     def on_line(self, code: types.CodeType, line: int) -> object:
         """Is called by Python at the beginning of each line, until it says enough."""
-        if code.co_filename.startswith(PACKAGE):
-            lines = self.lines.setdefault(self.file, {})
-            lines.setdefault(code.co_filename.removeprefix(PACKAGE), set()).add(line)
-        return sys.monitoring.DISABLE
+        if not code.co_filename.startswith(PACKAGE):
+            return sys.monitoring.DISABLE
+        lines = self.lines.setdefault(self.test, {})
+        lines.setdefault(code.co_filename.removeprefix(PACKAGE), set()).add(line)
+        return None
 
-    def begin(self, file: str) -> None:
-        """From now on, lines and seconds are those of this file."""
+    def begin(self, test: str) -> None:
+        """From now on, lines and seconds are those of this test."""
         now = sum(os.times()[:4])  # Of this process and of those that have ended.
-        self.seconds[self.file] += now - self.began
-        self.file, self.began = file, now
-        sys.monitoring.restart_events()
+        self.seconds[self.test] += now - self.began
+        self.test, self.began = test, now
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """With a file's first test the file begins, also for its fixtures."""
-        file = item.nodeid.split("::")[0]
-        if file != self.file:
+        """A test begins before its fixtures."""
+        if item.nodeid.split("::")[0] != self.test.split("::")[0]:
             forget()
-            self.begin(file)
+        self.begin(item.nodeid)
         return (yield)
 
     def pytest_sessionfinish(self) -> None:
@@ -93,11 +93,11 @@ class Recorder:
         self.begin("")
         sys.monitoring.set_events(sys.monitoring.COVERAGE_ID, 0)
         runs = {
-            file: (
+            test: (
                 seconds,
-                {name: sorted(of) for name, of in self.lines.get(file, {}).items()},
+                {name: sorted(of) for name, of in self.lines.get(test, {}).items()},
             )
-            for file, seconds in self.seconds.items()
+            for test, seconds in self.seconds.items()
         }
         self.target.write_text(json.dumps(runs))
 

@@ -14,12 +14,13 @@ see.
 
 The last one draws 60 of all faults of a folder and of a file, the same each time.
 
-First all quick tests run without a fault, and it is recorded which lines each file's
-tests run. That takes some minutes. For a fault those files come first that run its
-line, the cheapest of them first, then the others. A line may run only while modules are
-imported, as a constant or a default does: then those come first that run any line of
-its module. ``--record FOLDER`` keeps the record, and reads it the next time if nothing
-in the repository has changed.
+First all quick tests run without a fault, and it is recorded which lines each test
+runs. That takes some minutes. For a fault those tests come first that run its line,
+those of the cheapest file first, then the others of their files. They may use what an
+earlier test has traced. A line may run only while modules are imported, as a constant
+or a default does: then those come first that run any line of its module. If no test
+runs the line, all run: some start processes. ``--record FOLDER`` keeps the record, and
+reads it the next time if nothing in the repository has changed.
 
     python -m tests.mutations _gates --sample 60 --seed 1 --part quick --sole
     python -m tests.mutations _gates --sample 60 --seed 1 --sole tests/late tests/trees
@@ -36,6 +37,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import collections
 import concurrent.futures
 import contextlib
 import hashlib
@@ -49,7 +51,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from tests import lines
@@ -217,7 +219,7 @@ def env(folder: pathlib.Path) -> dict[str, str]:
 def recorded(
     original: pathlib.Path, options: list[str], jobs: int, known: pathlib.Path | None
 ) -> dict[str, lines.Run]:
-    """What each file of tests runs; "" is their collection. The copy is not mutated.
+    """What each test runs; "" is their collection. The copy is not mutated.
 
     A folder of known records has one, or gets it.
     """
@@ -241,24 +243,37 @@ def recorded(
         return lines.read(pathlib.Path(new))
 
 
+def file_of(test: str) -> str:
+    """The file of a test, by its name."""
+    return test.split("::")[0]
+
+
 def nearest(runs: dict[str, lines.Run], mutation: Mutation) -> list[str]:
-    """The files whose tests run a fault's lines, the cheapest first.
+    """The tests that run a fault's lines, those of the cheapest file first.
 
     A line that runs while tests are collected, such as a constant, may matter to any
-    file that runs its module. A line that nobody was seen to run matters as much.
+    test that runs its module. A line that nobody was seen to run matters as much.
     """
-    found = {file: run.lines.get(mutation.file, set()) for file, run in runs.items()}
+    found = {test: run.lines.get(mutation.file, set()) for test, run in runs.items()}
     collected = found.pop("", set())
     exact = {x for x in found if not found[x].isdisjoint(mutation.lines)}
-    files = exact
+    tests = exact
     if not exact or not collected.isdisjoint(mutation.lines):
-        files = {x for x in found if found[x]} or set(found)
-    return sorted(files, key=lambda file: (file not in exact, runs[file].seconds))
+        tests = {x for x in found if found[x]} or set(found)
+    seconds: collections.Counter[str] = collections.Counter()
+    for test in tests:
+        seconds[file_of(test)] += runs[test].seconds
+
+    def order(test: str) -> tuple[bool, float, str]:
+        return test not in exact, seconds[file_of(test)], file_of(test)
+
+    # Tests of one file keep their order, and share what it sets up.
+    return sorted((x for x in found if x in tests), key=order)
 
 
-def patience(runs: dict[str, lines.Run], files: list[str]) -> float:
-    """How many seconds a run of these files may take: some minutes more than known."""
-    return 600 + 20 * sum(runs[file].seconds for file in files)
+def patience(runs: dict[str, lines.Run], tests: Iterable[str]) -> float:
+    """How many seconds a run of these tests may take: two minutes more than known."""
+    return 120 + 20 * sum(runs[test].seconds for test in tests)
 
 
 def pytest(folder: pathlib.Path, *options: str, limit: float = LIMIT) -> str | None:
@@ -312,15 +327,20 @@ def outcome(
     """The part that catches a mutation, or "none"; its first test to fail; seconds."""
     start = time.perf_counter()
     near = nearest(runs, mutation)
-    limits = {"quick": patience(runs, near)}  # No slow test has been timed.
+    files = list(dict.fromkeys(map(file_of, near)))
+    in_files = [test for test in runs if file_of(test) in files]
     with mutated(mutation, original) as folder:
         for part, marker in markers.items():
-            limit = limits.get(part, LIMIT)
-            test = pytest(folder, "-m", marker, *near, limit=limit)
-            # Lines that only a process runs are not known.
-            test = test or pytest(
-                folder, "-m", marker, *(f"--ignore={x}" for x in near)
-            )
+            options = ["-m", marker]
+            if part == "quick":  # No slow test has been timed.
+                test = pytest(folder, *options, *near, limit=patience(runs, near))
+                if test is None and len(in_files) > len(near):
+                    limit = patience(runs, in_files)
+                    test = pytest(folder, *options, *files, limit=limit)
+            else:
+                ignored = [f"--ignore={x}" for x in files]
+                test = pytest(folder, *options, *files)
+                test = test or pytest(folder, *options, *ignored)
             if test is not None:
                 return part, test, time.perf_counter() - start
     return "none", "", time.perf_counter() - start
@@ -336,11 +356,11 @@ def print_files(
     """Prints which files notice each fault, and which faults a file notices alone."""
 
     def noticed(mutation: Mutation) -> set[str]:
-        near = nearest(runs, mutation)
+        files = set(map(file_of, nearest(runs, mutation)))
+        limit = patience(runs, (test for test in runs if file_of(test) in files))
         with mutated(mutation, original) as folder:
-            limit = patience(runs, near)
-            tests = failures(folder, *options, *near, limit=limit)
-            return {test.split("::")[0] for test in tests}
+            tests = failures(folder, *options, *sorted(files), limit=limit)
+            return set(map(file_of, tests))
 
     numbers: list[int] = []
     noticed_by: dict[str, list[int]] = {}

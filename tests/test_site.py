@@ -34,6 +34,11 @@ RUN_ELSEWHERE = {
 }
 
 
+def from_root(path):
+    """The name of a file in the repository."""
+    return str(path.relative_to(ROOT))
+
+
 def prose(path):
     """The text of a page, without its code."""
     text = path.read_text()
@@ -66,16 +71,14 @@ def links(path):
             yield (path.parent / name).resolve() if name else path, anchor
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", TEXTS, ids=from_root)
 def test_every_link_leads_somewhere(path):
     for there, anchor in links(path):
         assert there.exists(), there
         assert not anchor or anchor in anchors(there), (there, anchor)
 
 
-@pytest.mark.parametrize(
-    "path", [*BESIDE, *PAGES], ids=lambda path: str(path.relative_to(ROOT))
-)
+@pytest.mark.parametrize("path", [*BESIDE, *PAGES], ids=from_root)
 def test_every_block_of_code_is_run(path):
     scripts = [*(ROOT / ".ci").iterdir(), *(ROOT / ".github/workflows").iterdir()]
     lines = {
@@ -111,7 +114,7 @@ DIRECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("path", [*DIRECTIVES, SITE / "api/index.md"], ids=str)
+@pytest.mark.parametrize("path", [*DIRECTIVES, SITE / "api/index.md"], ids=from_root)
 def test_a_file_of_directives_says_on_github_where_to_read_it(path):
     first = path.read_text().splitlines()[0]
     page = path.relative_to(SITE).with_suffix(".html")
@@ -125,7 +128,7 @@ PICTURED = [
 ]
 
 
-@pytest.mark.parametrize("path", PICTURED, ids=str)
+@pytest.mark.parametrize("path", PICTURED, ids=from_root)
 def test_every_picture_is_there_for_light_and_dark_pages(path):
     text = path.read_text()
     pictures = PICTURE.findall(text)
