@@ -169,8 +169,8 @@ class Played(NamedTuple):
     """A batch, and bounds for what the loops do with it.
 
     Attributes:
-      shape: of the tokens. Few of them compile in half of the time, but there is little
-        arithmetic beside which layers could move.
+      shape: of the tokens. Few of them compile sooner, but there is little arithmetic
+        beside which layers could move.
       at_once: the bytes that come to the chip or are computed there by layers, as a
         part of those on the host. One more array of all layers would be a sixth.
       ratios: of an iteration, forward and backward, to the arithmetic or the transfers.
