@@ -38,8 +38,17 @@ def drawn(rng, depth, may_mix=True):
     """A function of a tree and of a count; leaves meet in numbers alone."""
     kinds = ["product", "sum"]
     if depth:
-        kinds += ["then", "count", "scan", "stack", "while", "barrier", "checkpoint"]
-        kinds += ["platforms", "number", "norm"] * may_mix
+        kinds += [
+            "then",
+            "jit",
+            "count",
+            "scan",
+            "stack",
+            "while",
+            "barrier",
+            "checkpoint",
+        ]
+        kinds += ["platforms", "number", "norm"] * may_mix]
     kind = rng.choice(kinds)
     n = rng.randrange(1, 4)
     if kind == "product":
@@ -51,6 +60,7 @@ def drawn(rng, depth, may_mix=True):
     f, g = (drawn(rng, depth - 1, may_mix and not is_loop) for _ in range(2))
     return {
         "then": lambda t, i: g(f(t, i), i),
+        "jit": jax.jit(f),
         "count": lambda t, i: lax.cond(i < n, f, g, t, i),
         "number": lambda t, i: lax.cond(total(t) < n, f, g, t, i),
         "scan": lambda t, i: lax.fori_loop(0, n, lambda k, t: f(t, k), t),

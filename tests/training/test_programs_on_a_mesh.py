@@ -220,10 +220,11 @@ def test_what_travels_of_leaves(name):
 
 
 STACK = {"w": (8, 8, 16)}, {"w": P(None, "x", "y")}, (2, 2)
+OF_STACK = [name for name in OPTIMIZERS if name not in ("shampoo by Newton", "at once")]
 
 
-@pytest.mark.parametrize(("name", "axis_type"), half(ALL, (AUTO, EXPLICIT)))
+@pytest.mark.parametrize(("name", "axis_type"), half(OF_STACK, (AUTO, EXPLICIT)))
 def test_the_state_of_a_stack_does_not_travel(name, axis_type):
     """Each of 4 devices sends a fourth of its gradients there, and of updates back."""
-    trial = Trial(ALL[name](), *STACK, axis_type)
+    trial = Trial(OPTIMIZERS[name](), *STACK, axis_type)
     assert trial.run(3) == [[(8 * 8 * 16 * REAL // 4, 4)] * 2] * 3
