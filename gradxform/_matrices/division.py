@@ -272,8 +272,6 @@ class _Branch:
             makes_many = any(math.prod(shape_of(x)) >= self._few for x in eqn.outvars)
             if makes_many or owner is not Nobody.FREE:
                 read.update((x, None) for x in self._made(eqn))
-            elif jaxprs.name_of(eqn) == Op.COND:
-                read.update((x, None) for x in self._made(eqn) if x is eqn.invars[0])
         found = [
             x
             for x in read

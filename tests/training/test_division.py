@@ -18,7 +18,7 @@ from tests.in_numpy import Program
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 FEW = 4
-SHAPES = {"a": (2, 3), "b": (3, 2), "c": (2, 3)}
+SHAPES = {"a": (2, 3), "b": (3, 2), "c": (2, 3, 1)}
 TIED = {"scan", "while", "cond", "optimization_barrier", "checkpoint"}
 
 
@@ -27,7 +27,8 @@ def each(f, *trees):
 
 
 def product(x):
-    return x @ x.T @ x / (1 + jnp.sum(x * x))
+    """Of a stack each matrix is divided by a number of all."""
+    return x @ jnp.matrix_transpose(x) @ x / (1 + jnp.sum(x * x))
 
 
 def total(t):

@@ -37,6 +37,7 @@ class Trial:
 
     Attributes:
       program: the update of all devices.
+      expected: that of one device.
     """
 
     def __init__(self, inner, shapes, cuts, sizes, axis_type):
@@ -49,7 +50,7 @@ class Trial:
             like, said = {k: x.update(sharding=where[k]) for k, x in plain.items()}, ()
         tx, self._shapes = gx.whole_matrices(inner, said or None), shapes
         state = jax.eval_shape(inner.init, plain)
-        self._expected = Program(jax.make_jaxpr(inner.update)(plain, state, plain))
+        self.expected = Program(jax.make_jaxpr(inner.update)(plain, state, plain))
         with jax.sharding.use_abstract_mesh(on):
             if axis_type == EXPLICIT:
                 state = gx.abstract_state(tx, like)
@@ -63,7 +64,7 @@ class Trial:
         for n in range(steps):
             args = drawn(self._shapes, n), state, params
             self.program.sent.clear()
-            found, wanted = self.program(*args), self._expected(*args)
+            found, wanted = self.program(*args), self.expected(*args)
             for x, y in zip(found, wanted, strict=True):
                 if is_key(y):
                     assert (x == y).all()
@@ -187,6 +188,26 @@ def product(x):
 
 
 OPTIMIZERS = {**ALL, "fitted at once": fitted_at_once, "at once": at_once}
+STACK = {"w": (8, 8, 16)}, {"w": P(None, "x", "y")}, (2, 2)
+
+
+def decides(x):
+    def one(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x.T @ x, lambda x: x, x)
+
+    return jax.lax.map(one, x) if x.ndim > 2 else one(x)
+
+
+@pytest.mark.parametrize("shapes", [dict.fromkeys("abcdefgh", (8, 16)), STACK[0]])
+def test_each_matrix_runs_the_branch_that_it_needs(shapes):
+    cuts = {k: P(*[None] * (len(s) - 2), "x", "y") for k, s in shapes.items()}
+    inner = optax.stateless(lambda u, _: each(decides, u))
+    trial = Trial(inner, shapes, cuts, (2, 2), AUTO)
+    trial.run()
+    here, of_one = trial.program.ran, trial.expected.ran
+    assert here["dot_general"] == of_one["dot_general"] > 0
+
+
 # A device sends its part of a matrix of each leaf to the device that gets this one, and
 # its part of a factor. A factor is cut along one mesh axis: along the other one devices
 # have copies of a part, of which each sends a half, and all of them get the new one.
@@ -219,7 +240,6 @@ def test_what_travels_of_leaves(name):
         assert sum(size for size, _ in sent) == sum(sizes), sent
 
 
-STACK = {"w": (8, 8, 16)}, {"w": P(None, "x", "y")}, (2, 2)
 OF_STACK = [name for name in OPTIMIZERS if name not in ("shampoo by Newton", "at once")]
 
 
