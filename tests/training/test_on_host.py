@@ -181,6 +181,25 @@ def test_a_step_of_your_own():
     same(got, wanted)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("tx", "arrays"),
+    [(optax.adam(0.1), 2), (gx.delayed(optax.sgd(0.1, momentum=0.9), 2), 1)],
+)
+def test_a_state_comes_after_the_gradient(tx, arrays):
+    """Otherwise the whole state would be on the device beside the activations."""
+    params = start()
+    step = functools.partial(gx.apply_gradients, tx)
+
+    def barriers(state):
+        program = jax.make_jaxpr(step)(params, state, params)
+        return str(program).count("optimization_barrier")
+
+    state = tx.init(params)
+    owned = arrays * len(jax.tree.leaves(params))
+    assert barriers(on_host(state)) == barriers(state) + owned
+
+
 @pytest.mark.slow
 def test_local_steps_from_parameters_there():
     """A state on the device is donated; parameters never are."""
