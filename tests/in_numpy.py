@@ -135,11 +135,12 @@ class Program:
       sent: the bytes that a device sends in each exchange, with the number of devices
         that take part.
       ran: how often each operation ran on a device.
+      values: those of the program's variables, on each device.
     """
 
     def __init__(self, closed):
         self.closed, self.sent, self.ran = closed, [], collections.Counter()
-        self._names, self._sizes = (), ()
+        self.values, self._names, self._sizes = {}, (), ()
 
     def __call__(self, *args):
         """The results for arrays of any tree."""
@@ -161,6 +162,7 @@ class Program:
             for x, each in zip(eqn.outvars, made, strict=True):
                 assert all(np.shape(y) == x.aval.shape for y in each), eqn
                 env[x] = [array(y, x.aval.dtype) for y in each]
+        self.values = env  # The program around others ends last.
         return [read(x) for x in jaxpr.outvars]
 
     def _closed(self, closed, args):

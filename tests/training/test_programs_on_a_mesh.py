@@ -230,6 +230,7 @@ OF_LEAVES = {
 }
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize("name", OF_LEAVES)
 def test_what_travels_of_leaves(name):
     axis_type = (AUTO, EXPLICIT)[len(name) % 2]
@@ -243,6 +244,7 @@ def test_what_travels_of_leaves(name):
 OF_STACK = [name for name in OPTIMIZERS if name not in ("shampoo by Newton", "at once")]
 
 
+@pytest.mark.figures
 @pytest.mark.parametrize(("name", "axis_type"), half(OF_STACK, (AUTO, EXPLICIT)))
 def test_the_state_of_a_stack_does_not_travel(name, axis_type):
     """Each of 4 devices sends a fourth of its gradients there, and of updates back."""
