@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from jax import lax
 
-from gradxform._matrices.axes import Followed
+from gradxform._jax import programs
+from gradxform._matrices.axes import Followed, MixedError
 from tests.in_numpy import Program
 
 LENGTH = 3  # No other axis has this length, or a multiple of it.
 ORDER = [2, 0, 1]
 X = np.random.default_rng(0).standard_normal((4, LENGTH, 5)).astype(np.float32)
-KINDS = "scale", "transpose", "product", "sum", "scan", "slices", "cond"
+KINDS = "scale", "transpose", "product", "sum", "scan", "slices", "cond", "barrier"
 
 
 def accumulated(x):
@@ -54,6 +55,8 @@ def drawn(rng, depth):
             return lax.map(
                 lambda x: jnp.sin(x) if x.ndim else x, front(x, x.shape.index(LENGTH))
             )
+        if kind == "barrier":
+            return lax.optimization_barrier((x, 1.0))[0]
         return lax.cond(jnp.array(True), lambda x: x + 1, lambda x: 2 * x, x)
 
     return lambda x: f(moved(x))
@@ -78,3 +81,34 @@ def test_slices_lie_along_the_axis_that_is_found(is_back):
             if x in found:
                 value = value.take(ORDER, found[x].axis)
             np.testing.assert_array_equal(value, after, err_msg=f"{seed}")
+
+
+def test_what_mixes_slices_is_named_or_refused():
+    def f(x):
+        twice = 2 * x
+        total = jnp.sum(twice, 1)
+        return 3 * twice, 3 * total
+
+    closed = jax.make_jaxpr(f)(X)
+    (x,), eqns = closed.jaxpr.invars, closed.jaxpr.eqns
+    followed = Followed(x, 1)
+    followed.follow(eqns, {0, 2})
+    assert followed.mixing == {1}
+    assert [eqn.outvars[0] in followed.along() for eqn in eqns] == [1, 0, 1, 0]
+    with pytest.raises(MixedError):
+        Followed(x, 1).follow(eqns, range(4))
+
+
+def test_random_numbers_of_all_slices_are_not_those_of_each():
+    def with_noise(x, key):
+        return x * jax.random.bits(key, x.shape).astype(np.float32)
+
+    def with_ones(x, key):
+        return x * jnp.ones(x.shape)
+
+    for f, is_mixed in ((with_noise, True), (with_ones, False)):
+        closed = jax.make_jaxpr(f)(X, jax.random.key(0))
+        jaxpr = programs.inlined(closed).jaxpr
+        followed = Followed(jaxpr.invars[0], 1)
+        followed.follow(jaxpr.eqns, ())
+        assert bool(followed.mixing) == is_mixed

@@ -95,15 +95,19 @@ def tree(rng):
     return {k: (entries + rng.random()).reshape(s) for k, s in SHAPES.items()}
 
 
+def divided_of(f, t):
+    with unplaced.tracing():
+        closed = programs.inlined(jax.make_jaxpr(f)(t, 1))
+        return closed, division.divided(closed, FEW)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("part", range(4))
 def test_each_operation_is_of_one_leaf(part):
     for seed in range(12 * part, 12 * part + 12):
         rng = random.Random(seed)
         f, t = drawn(rng, 3), tree(rng)
-        with unplaced.tracing():
-            closed = programs.inlined(jax.make_jaxpr(f)(t, 1))
-            divided = division.divided(closed, FEW)
+        closed, divided = divided_of(f, t)
         before, after = Program(closed), Program(divided)
         for i in range(3):
             for x, y in zip(before(t, i), after(t, i), strict=True):
@@ -116,3 +120,38 @@ def test_each_operation_is_of_one_leaf(part):
         # Only for a number of all leaves in a branch products are computed twice.
         n, m = (x.ran["dot_general"] for x in (before, after))
         assert n == m or (seed == 41 and n < m < 2 * n), seed
+
+
+def test_a_loop_that_mixes_leaves_stays_one():
+    def f(t, n):
+        return lax.fori_loop(0, 3, lambda _, t: each(lambda x: x / total(t), t), t)
+
+    _, divided = divided_of(f, tree(random.Random(0)))
+    (loop,) = (eqn for eqn in divided.eqns if eqn.primitive.name == "scan")
+    assert len(large(loop.outvars)) == len(SHAPES)
+
+
+def test_operations_of_one_leaf_stay_as_they_are():
+    def f(t, n):
+        (x,) = t
+        x, y = lax.cond(n > 0, lambda x: (x, 2 * x), lambda x: (3 * x, x), x)
+        return lax.fori_loop(0, 3, lambda _, xy: (xy[1], xy[0]), (x, y))
+
+    closed, divided = divided_of(f, [np.ones((2, 3), np.float32)])
+    assert divided is closed
+
+
+def test_a_number_of_a_stack_is_computed_before_its_branch():
+    """In the branch a device has some of its matrices."""
+
+    def f(t, n):
+        (x,) = t
+        return lax.cond(n > 0, lambda x: x / jnp.sum(x), lambda x: x, x)
+
+    _, divided = divided_of(f, [np.ones((2, 3, 2), np.float32)])
+    number, stack = (eqn for eqn in divided.eqns if eqn.primitive.name == "cond")
+    has_sum = [
+        any(jaxprs.anywhere(x.jaxpr, "reduce_sum") for x in eqn.params["branches"])
+        for eqn in (number, stack)
+    ]
+    assert has_sum == [True, False]
