@@ -9,6 +9,7 @@ import math
 import random
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -250,3 +251,43 @@ def test_the_state_of_a_stack_does_not_travel(name, axis_type):
     """Each of 4 devices sends a fourth of its gradients there, and of updates back."""
     trial = Trial(OPTIMIZERS[name](), *STACK, axis_type)
     assert trial.run(3) == [[(8 * 8 * 16 * REAL // 4, 4)] * 2] * 3
+
+
+def traced_inside(f, cut, sizes, names):
+    """An update inside of a ``shard_map`` over some mesh axes."""
+    on = AbstractMesh(sizes, ("x", "y")[: len(sizes)], (AUTO,) * len(sizes))
+    tx = gx.whole_matrices(optax.stateless(lambda u, _: f(u)))
+    inside = jax.shard_map(
+        lambda g: tx.update(g, optax.EmptyState())[0],
+        **{"mesh": on, "in_specs": cut, "out_specs": cut, "axis_names": {*names}},
+    )
+    return jax.make_jaxpr(jax.jit(inside))(np.ones((8, 16), np.float32))
+
+
+# What a device has of a matrix, and the mesh axes that are manual.
+PARTS = {
+    "a part": (product, P("x"), (4,), "x"),
+    "maybe a part": (product, P(), (2, 2), "x"),
+}
+WHOLE = {
+    "all": (product, P(), (4,), "x"),
+    "all of both axes": (product, P(), (2, 2), "xy"),
+    "beside an axis of one device": (product, P(), (2, 1), "x"),
+    "a part, without a product": (jnp.abs, P("x"), (4,), "x"),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_matrix_is_refused_in_a_shard_map(name):
+    with pytest.raises(
+        ValueError, match=r"inside of jax.shard_map,.* its part over x:"
+    ):
+        traced_inside(*PARTS[name])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_matrix_is_taken_in_a_shard_map(name):
+    f, *_ = WHOLE[name]
+    expected = f(np.ones((8, 16), np.float32))
+    (found,) = Program(traced_inside(*WHOLE[name]))(np.ones((8, 16), np.float32))
+    np.testing.assert_allclose(found, expected)
