@@ -132,6 +132,7 @@ def test_a_leaf_without_a_gradient():
     same(got, wanted)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_the_order_in_which_gradients_are_known(wrap):
     """The backward pass ends with what the layer uses first; a cast is no use."""
@@ -752,6 +753,7 @@ def test_a_server_refuses_arrays_on_the_host():
     assert kinds(server.state()) == kinds(state)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("engine", ["threads", "simulated", "ray"])
 def test_an_engine_refuses_parameters_on_the_host(engine):
     params = gx.on_host({"w": jnp.ones((512, 256))})

@@ -29,6 +29,7 @@ LOWER = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
 NUMBERS = (UPPER | LOWER).view(np.float32)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_every_bit_is_numpys(wrap):
     rounded = np.asarray(wrap(lambda x: narrow(x, "bfloat16"))(NUMBERS))
@@ -187,6 +188,7 @@ def test_sharded_arrays_stay_sharded(axis_type):
 OPERATIONS = ["unshared", "barrier_after", "barrier_on_gpu", "in_hbm"]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_ray_gets_an_operation_by_its_name(name):
     """In another process a copy of it would have no rule for a compiler."""
