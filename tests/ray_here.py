@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from ray import cloudpickle, exceptions
 
 from gradxform._ray import followers, leader, process, transport, wire
+from gradxform._server.store import Store
 
 HERE = threading.local()  # In a thread of an actor: which one it is.
 ALL = {}  # References and actors by their numbers.
@@ -97,7 +98,7 @@ class Actor(Numbered):
 
     def __init__(self, of, options, args, kwargs):
         super().__init__()
-        self.process = 0  # Of a server of several.
+        self.process, self.group = 0, None  # Of a server of several.
         self._of, self._given = of, packed((args, kwargs))
         self._name = options.get("name")
         self._made, self._dead = threading.Event(), threading.Event()
@@ -231,6 +232,7 @@ class Ray(types.ModuleType):
     def __init__(self):
         super().__init__("ray")
         self.actors, self.jobs = [], 0
+        self.written = []  # Snapshots of followers.
         self.up = False
         self.given = {}  # The options of `init`.
         self.util = types.SimpleNamespace(
@@ -320,6 +322,13 @@ def end_leader(code):
 leader.os = types.SimpleNamespace(_exit=end_leader)
 
 
+class FollowersStore(Store):
+    """Keeps what it should write: the leader's arrays are whole here."""
+
+    def write_soon(self, take):
+        present().written.append(take())
+
+
 class Group:
     """The processes of a server in this one.
 
@@ -327,19 +336,22 @@ class Group:
     such an array waits for the parts of the others.
     """
 
+    def __init__(self):
+        self._groups = {}  # By the coordinator: parts, and where their owners meet.
+
     def enter(self, coordinator, process, processes):
+        new = [None] * processes, threading.Barrier(processes, timeout=20.0)
         HERE.actor.process = process
-        if process == 0:
-            self._parts = [None] * processes
-            self._all = threading.Barrier(processes, timeout=20.0)
+        HERE.actor.group = self._groups.setdefault(coordinator, new)
         return Mesh(np.array(jax.local_devices()[:processes]), ("server",))
 
     def assembled(self, sharding, part):
-        self._parts[HERE.actor.process] = part
-        self._all.wait()
+        parts, barrier = HERE.actor.group
+        parts[HERE.actor.process] = part
+        barrier.wait()
         axis = [*sharding.spec].index("server")
-        whole = np.concatenate(self._parts, axis)
-        self._all.wait()
+        whole = np.concatenate(parts, axis)
+        barrier.wait()
         return jax.device_put(whole, sharding)
 
     def part_of(self, x):
@@ -351,6 +363,7 @@ class Group:
         patch.setattr(process, "enter", self.enter)
         for module in (process, followers, transport):
             patch.setattr(module, "part_of", self.part_of)
+        patch.setattr(followers, "Store", FollowersStore)
         patch.setattr(jax, "make_array_from_process_local_data", self.assembled)
 
 

@@ -20,6 +20,7 @@ import gradxform as gx
 from gradxform import engines
 from gradxform._ray.actors import message
 from gradxform._server.store import Store
+from tests import ray_here
 from tests.conftest import on_cluster
 from tests.engines.jobs import SGD, ended, fails, list_all, make_job, worker
 from tests.engines.test_ray import assert_counted, first_steps, kill, wait_until
@@ -177,10 +178,10 @@ def test_a_function_gets_the_path_and_the_shape_of_each_leaf():
 
 
 def small_params():
-    size = itertools.count(1)
+    shapes = {"cut": (4, 6), "rows": (8, 2), "whole": (3,)}
     return {
-        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / next(size)
-        for name, shape in (("cut", (4, 6)), ("rows", (8, 2)), ("whole", (3,)))
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 2
+        for name, shape in shapes.items()
     }
 
 
@@ -190,10 +191,10 @@ def cut_small(path, shape):
 
 
 @contextlib.contextmanager
-def small_group(**options):
+def small_group(pushes=50, **options):
     """A server of two processes that subtracts half of a gradient."""
     tx = gx.drop_stale(gx.scale_by_learning_rate(0.5), 1)
-    job = make_job([worker()], 50, tx, params=small_params())
+    job = make_job([worker()], pushes, tx, params=small_params())
     options |= {"server_processes": 2, "server_shardings": cut_small}
     with engines.ray(job, **options) as run:
         yield run
@@ -258,6 +259,28 @@ def test_a_group_makes_the_steps_that_numpy_makes(either_ray):
         kept = follower.__ray_call__.remote(lambda follower: len(follower._prepared))
         assert either_ray.get(kept) == 0
         assert len(list(run.pushes)) == 50
+
+
+def test_a_group_saves_its_parts_and_goes_on_from_them(either_ray, tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=2, every_seconds=None)
+    begin, steps = small_params(), 0
+    for pushes in (5, 6):
+        with small_group(pushes, checkpoint=checkpoint) as run:
+            assert run.resumed == (steps or None)
+            params, _ = run.server.pull()
+            same(params, {name: x - steps / 2 for name, x in begin.items()})
+            assert len(list(run.pushes)) == pushes - steps
+            steps = pushes
+            params = {name: x - steps / 2 for name, x in begin.items()}
+            same(run.server.state()["params"], params)
+            kept = on_group(lambda actor, _: len(getattr(actor, "_snapshots", ())), run)
+            assert kept == [0, 0]
+    assert {5, 6} <= numbered(tmp_path)
+    if isinstance(either_ray, ray_here.Ray):
+        assert len(either_ray.written) >= 2
+        for snapshot in either_ray.written:
+            expected = small_params()["whole"] - snapshot.pushes / 2
+            np.testing.assert_array_equal(snapshot.state["params"]["whole"], expected)
 
 
 def test_a_group_ends_when_one_of_it_has_died(either_ray):
