@@ -368,12 +368,13 @@ class Group:
 
 
 @contextlib.contextmanager
-def stand_in():
-    """In the context `ray` is this one, and it is connected."""
+def stand_in(*, connected=True):
+    """In the context `ray` is this one."""
     ray, before = Ray(), signal.getsignal(signal.SIGTERM)
     sys.modules["ray"] = ray
     wire.register.cache_clear()
-    ray.init()
+    if connected:
+        ray.init()
     try:
         with pytest.MonkeyPatch.context() as patch:
             Group().patch(patch)

@@ -15,6 +15,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._ray import engine
 from tests import ray_here
 from tests.conftest import OF_RAY, on_cluster
 from tests.engines import jobs
@@ -352,6 +353,85 @@ with contextlib.suppress(KeyError), engines.ray(job, checkpoint=checkpoint) as r
     ] * 2
     assert done.stdout.count("ray.shutdown()") == 4
     assert done.stderr.count("no checkpoint was written: RuntimeError") == 1
+
+
+# The cluster: these look at what Ray is told, so they need the stand-in.
+
+
+@pytest.fixture
+def not_connected(monkeypatch):
+    """The stand-in, and what `connect` was asked; no test ends by `SIGTERM`."""
+    asked = []
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    monkeypatch.setattr(engine, "connect", lambda *given: asked.append(given))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with ray_here.stand_in(connected=False) as stand_in:
+        yield stand_in, asked
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("address", [None, "there:6379"])
+@pytest.mark.every
+def test_a_run_connects_and_leaves_all_as_it_was(address, not_connected):
+    ray, asked = not_connected
+    options = {"address": address, "connect_timeout": 7.0}
+    with engines.ray(make_job(2, 6), **options) as run:
+        own = {"address": "local", "num_cpus": 3, "include_dashboard": False}
+        expected = {"address": address} if address else own
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        assert ray.given == expected | quiet
+        assert asked == ([(address, 7.0)] if address else [])
+        assert signal.getsignal(signal.SIGTERM) is not ray_here.on_sigterm
+        assert len(list(run.pushes)) == 6
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_sigterm_ends_a_run_and_its_cluster(not_connected):
+    ray, _ = not_connected
+
+    def go():
+        with engines.ray(make_job(1, 10**6)) as run:
+            for push in run.pushes:
+                if push.number == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as raised:
+        go()
+    assert raised.value.code == 143
+    assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_ends_a_wait_for_a_cluster(not_connected, monkeypatch):
+    ray, _ = not_connected
+
+    def connect(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(engine, "connect", connect)
+    with (
+        pytest.raises(SystemExit) as raised,
+        engines.ray(make_job(), address="there:6379"),
+    ):
+        pass
+    assert raised.value.code == 143
+    assert not ray.given
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_connection_that_is_closed_in_the_loop_is_named(not_connected):
+    ray, _ = not_connected
+    closed = pytest.raises(RuntimeError, match="connection to Ray is closed")
+    with closed, engines.ray(make_job(1, 10**6)) as run:
+        next(run.pushes)
+        ray.shutdown()
+        for ask in (lambda: next(run.pushes), run.server.state):
+            with pytest.raises(RuntimeError, match="connection to Ray is closed"):
+                ask()
 
 
 # Errors of workers, and jobs that are refused.
