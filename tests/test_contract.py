@@ -560,6 +560,7 @@ def test_numbers_may_be_arrays(row):
     assert types((updates, after)) == types((draw(1), state))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "stacked_axes", [1, {"w": 1, "b": 0}, lambda p: {"w": p["w"].ndim - 1, "b": 0}]
 )

@@ -27,12 +27,14 @@ def test_a_number_in_an_array_is_in_its_range_too():
         gx.clip_by_global_norm(jnp.float32(-1))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("value", [None, "1", [1.0, 2.0], 1j])
 def test_bad_numbers_are_errors(value):
     with pytest.raises(TypeError, match=r"^max_norm must be a real scalar"):
         gx.clip_by_global_norm(value)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("alias", [gx.adagrad, gx.novograd, gx.ftrl])
 @pytest.mark.parametrize(
     "clips",
@@ -58,6 +60,7 @@ def test_weight_decay_that_is_injected():
     jax.jit(tx.update)(GRADS, tx.init(PARAMS))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("local_step", [-1, -(2**31), 2**31, np.int64(2**32)])
 def test_local_step_that_is_no_count(local_step):
     for wrap in (gx.drop_stale, gx.conditional_accumulator):
@@ -109,6 +112,7 @@ def test_bad_transformations_are_errors(name, wrap, inner):
         wrap(inner)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("local_step", [0.0, jnp.float32(0), "0", np.zeros(2, int)])
 def test_local_step_that_is_no_integer(local_step):
     tx = gx.drop_stale(optax.sgd(0.1), 1)
@@ -116,6 +120,7 @@ def test_local_step_that_is_no_integer(local_step):
         tx.update(GRADS, tx.init(PARAMS), PARAMS, local_step=local_step)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -159,6 +164,7 @@ def test_params_that_are_none_stay_none():
     chex.assert_trees_all_equal(gx.apply_updates(params, updates), expected)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("param", "update", "expected"),
     [
@@ -209,6 +215,7 @@ KINDS = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("grads", "params", "message"), KINDS.values(), ids=KINDS)
 def test_trees_of_other_kinds(grads, params, message):
     def call(update):
@@ -232,6 +239,7 @@ def test_a_root_leaf_is_named():
         gx.apply_updates(jnp.ones(3), jnp.ones(4))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("stacked_axes", "error", "message"),
     [
@@ -306,6 +314,7 @@ DTYPES = [
 ]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("dtype", ["int32", "bool", "object", "float23", "U3", 3.0])
 @pytest.mark.parametrize("make", REAL_DTYPES + DTYPES)
 def test_dtypes_in_which_no_state_can_be_kept(make, dtype):
@@ -313,12 +322,14 @@ def test_dtypes_in_which_no_state_can_be_kept(make, dtype):
         make(dtype)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("make", REAL_DTYPES)
 def test_a_sum_of_squares_is_real(make):
     with pytest.raises(TypeError, match=r"a real floating dtype, got 'complex64'"):
         make("complex64")
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("make", DTYPES)
 def test_a_sum_is_of_the_kind_of_its_leaf(make):
     real, complex_ = {"w": jnp.ones(2)}, {"w": jnp.ones(2, "complex64")}
@@ -336,6 +347,7 @@ def test_a_dtype_that_inject_hyperparams_called():
         tx.init(PARAMS)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "mask",
     ["bias", 1, {"layer": {"w": True, "b": "x"}}, {"layer": None}, lambda p: 0.0],
@@ -357,6 +369,7 @@ def test_a_mask_may_hold_bools_of_numpy_and_jax():
         gx.novograd(0.1, mask=mask).init(PARAMS)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("norm", [jnp.ones(1), "1", 1j, jnp.array(True)])
 def test_a_norm_that_is_no_real_scalar(norm):
     tx = gx.clip_by_global_norm(1.0)

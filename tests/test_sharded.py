@@ -397,6 +397,7 @@ def test_specs_that_contradict_the_types():
         sharded(norm, (P(),), P())({"w": jnp.ones(8)})
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("given", [3, None])
 def test_axis_name_of_another_type(given):
     norm = functools.partial(gx.global_norm, axis_name={"a": given, "w": P("x")})

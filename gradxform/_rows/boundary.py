@@ -34,10 +34,10 @@ def summed_rows(updates: optax.Updates) -> optax.Updates:
 
     A transformation that is linear in the gradients needs no summed rows.
     """
-    updates = maps.without_float0(updates)
-    if not any(map(is_sparse, maps.leaves(updates))):
-        return updates
-    return maps.map_leaves(lambda g: g.sum_duplicates() if is_sparse(g) else g, updates)
+    return maps.map_leaves(
+        lambda g: g.sum_duplicates() if is_sparse(g) else g,
+        maps.without_float0(updates),
+    )
 
 
 def map_step(

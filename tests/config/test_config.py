@@ -341,6 +341,7 @@ def functions_without_annotation():
                 yield f"{module.__name__}.{name}", make
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("name", "make"), [*functions_without_annotation()])
 def test_a_config_builds_transformations_that_optax_does_not_annotate(name, make):
     given = {"learning_rate": 0.1, "measures": {}}

@@ -96,6 +96,7 @@ def notes(monkeypatch):
     return sys.modules["ray"]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("unpicklable", "calls"),
     [

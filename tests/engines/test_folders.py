@@ -226,6 +226,7 @@ def failing(monkeypatch, owner, name, error, times=1):
 NO_DESCRIPTOR = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("error", [NO_DESCRIPTOR, KeyboardInterrupt()])
 def test_a_folder_that_could_not_be_taken_is_free(error, tmp_path, monkeypatch):
     wanted = folder.Folder(str(tmp_path))
@@ -701,6 +702,7 @@ def test_no_file_outside_of_the_folder_changes(name, kind, tmp_path):
     assert files_in(outside) == {"precious": b"precious\n"}
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("kind", ["link", "hard link"])
 def test_a_link_that_is_made_during_a_run_is_not_followed(kind, tmp_path):
     """The second and third time that files of the folder are written."""

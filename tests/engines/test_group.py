@@ -138,6 +138,7 @@ def each(spec):
 WHOLE = dict.fromkeys(make_params())
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("processes", "shardings", "error", "says"),
     [

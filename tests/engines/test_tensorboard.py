@@ -320,6 +320,7 @@ def test_a_clock_that_is_set_hides_nothing(tmp_path, shown, seconds, monkeypatch
     assert [loss for _, loss in read(tmp_path)["loss"]] == expected
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "name",
     [

@@ -873,6 +873,7 @@ def test_a_vector_and_a_number_are_refused_while_tracing_too():
         step(params, state, last=jnp.int32(1))
 
 
+@pytest.mark.every
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "around",

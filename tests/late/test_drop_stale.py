@@ -214,6 +214,7 @@ def test_a_parameter_called_global_step_is_no_counter():
             find(optax.adam(0.1).init(params))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("schedule", "error", "message"),
     [

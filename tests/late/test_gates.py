@@ -184,6 +184,7 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     )
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("tx", "decision"),
     [

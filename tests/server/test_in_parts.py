@@ -41,6 +41,7 @@ def layout_of(processes):
     return ServerLayout.of(PARAMS, processes, SHARDINGS)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_parts_are_equal_and_join_to_the_whole(processes):
     layout = layout_of(processes)
@@ -89,6 +90,7 @@ def test_large_leaves_are_cut_by_default():
         cuts(4, b=(edge + 1,))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("tx", "wanted"),
     [

@@ -28,6 +28,7 @@ def server(request):
         yield server
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("dtype", ["bfloat16", jnp.float16, jnp.float32, np.float32])
 def test_floating_leaves_are_cast_and_all_others_stay(server, dtype):
     pulled, step = server.pull(dtype=dtype)

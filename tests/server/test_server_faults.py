@@ -476,6 +476,7 @@ def test_pushes_that_wait_for_the_compiler_use_its_program(bounded):
     assert together == len(traced) - together
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("paired", [True, False])
 def test_lookahead_is_refused_at_once(paired):
     """And not by the first push, whose worker cannot help it."""

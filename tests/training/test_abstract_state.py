@@ -343,6 +343,7 @@ def test_a_state_that_is_not_made_parameter_by_parameter():
     assert [x.sharding.spec for x in check_reduced] == [P(None, "y"), P()]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", SHAPES)
 def test_an_init_that_reads_a_parameters_shape(name):
     """It takes no placeholder there, but the state grows with this parameter."""

@@ -211,6 +211,7 @@ def check(got, wanted, rtol=2e-5):
     )
 
 
+@pytest.mark.quick_case("in_a_branch-host")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_cache(name, memory):

@@ -265,6 +265,7 @@ def check(new, old):
         np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.quick_case("hidden-host")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_results_are_those_of_the_function(name, memory):

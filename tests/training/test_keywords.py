@@ -395,6 +395,7 @@ def test_the_step_has_all_that_a_jitted_function_has():
 # What nobody reads.
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("word", "value", "meant"),
     [

@@ -65,12 +65,14 @@ def test_int64_ids():
     assert rows.tolist() == [0, 2, 0]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("outside", [-1, -HEIGHT, HEIGHT + 1, 2**31 - 1, -(2**31)])
 def test_a_traced_id_outside_reads_zeros(outside):
     rows = jax.jit(gx.lookup)(jnp.asarray(TABLE), jnp.array([outside, 1]))
     np.testing.assert_array_equal(rows, [np.zeros(3), TABLE[1]])
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("ids", "error", "message"),
     [

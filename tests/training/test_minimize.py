@@ -141,6 +141,7 @@ def test_a_trainable_table_beside_frozen_layers():
     assert moved.tolist() == [True, True, False, False, True, False]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [

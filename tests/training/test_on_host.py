@@ -132,6 +132,7 @@ def test_a_leaf_without_a_gradient():
     same(got, wanted)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
 def test_the_order_in_which_gradients_are_known(wrap):
     """The backward pass ends with what the layer uses first; a cast is no use."""
@@ -179,6 +180,25 @@ def test_a_step_of_your_own():
     got, _ = step(grads, state, there)
     assert kinds(got) == kinds(there)
     same(got, wanted)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("tx", "arrays"),
+    [(optax.adam(0.1), 2), (gx.delayed(optax.sgd(0.1, momentum=0.9), 2), 1)],
+)
+def test_a_state_comes_after_the_gradient(tx, arrays):
+    """Otherwise the whole state would be on the device beside the activations."""
+    params = start()
+    step = functools.partial(gx.apply_gradients, tx)
+
+    def barriers(state):
+        program = jax.make_jaxpr(step)(params, state, params)
+        return str(program).count("optimization_barrier")
+
+    state = tx.init(params)
+    owned = arrays * len(jax.tree.leaves(params))
+    assert barriers(on_host(state)) == barriers(state) + owned
 
 
 @pytest.mark.slow
@@ -733,6 +753,7 @@ def test_a_server_refuses_arrays_on_the_host():
     assert kinds(server.state()) == kinds(state)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("engine", ["threads", "simulated", "ray"])
 def test_an_engine_refuses_parameters_on_the_host(engine):
     params = gx.on_host({"w": jnp.ones((512, 256))})

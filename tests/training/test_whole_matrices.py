@@ -724,6 +724,7 @@ def wrong_shardings():
     }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", wrong_shardings())
 def test_wrong_shardings(name):
     given, error, message = wrong_shardings()[name]

@@ -124,6 +124,7 @@ def test_a_long_sum_keeps_its_precision():
     np.testing.assert_allclose(jax.jit(gx.global_norm)(leaf), 2**12.5, rtol=1e-6)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("use_norm", "factor"), [(10.0, 0.1), (0.5, 1.0), (0.0, 1.0), (jnp.inf, jnp.nan)]
 )

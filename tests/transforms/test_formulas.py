@@ -343,6 +343,7 @@ def test_numbers_that_inject_hyperparams_made_complex(name):
         np.testing.assert_allclose(updates["w"], expected["w"], rtol=1e-5)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("make", "message"),
     [

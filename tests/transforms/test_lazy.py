@@ -649,6 +649,7 @@ def test_a_sum_over_all_rows_is_the_dense_one(name):
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("name", "indices"), pairs(UNKNOWN, [FEW, ALL_OF_THEM]))
 def test_an_operation_that_is_not_known_by_the_row_is_refused(name, indices):
     """Also if the gradient has as many rows as the table."""

@@ -47,6 +47,7 @@ FLAGS = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", FLAGS)
 def test_a_word_is_no_bool(name):
     flag, *_ = name.split()
@@ -311,6 +312,7 @@ def with_axis_name(specs):
     gx.global_norm(FROZEN, axis_name=specs)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("call", "name", "value", "reference"),
     [
@@ -350,6 +352,7 @@ def test_a_prefix_with_the_same_keys_fits(kind):
     assert jax.tree.map(jnp.shape, state.nu) == freeze({"a": {"w": (2,)}, "b": ()})
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("params", [{}, {"a": None}, ()])
 def test_no_parameters_at_all(params):
     with pytest.raises(ValueError, match=r"params has no array, got .*at least one"):

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from gradxform._jax import compilers
+from gradxform._jax import compilers, jaxprs
 from gradxform._jax.compilers import narrow
 
 # Each sign, exponent and upper half of a mantissa; below, at and above the middle.
@@ -29,6 +29,7 @@ LOWER = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
 NUMBERS = (UPPER | LOWER).view(np.float32)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_every_bit_is_numpys(wrap):
     rounded = np.asarray(wrap(lambda x: narrow(x, "bfloat16"))(NUMBERS))
@@ -187,11 +188,54 @@ def test_sharded_arrays_stay_sharded(axis_type):
 OPERATIONS = ["unshared", "barrier_after", "barrier_on_gpu", "in_hbm"]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_ray_gets_an_operation_by_its_name(name):
     """In another process a copy of it would have no rule for a compiler."""
     operation = getattr(compilers, name)
     assert pickle.loads(pickle.dumps(operation)) is operation
+
+
+def read_layer(dtype):
+    return lambda x: compilers.read_layer(x.astype(dtype), jnp.int32(1), 3, 0)
+
+
+BARRIER = "optimization_barrier"
+# What a program does on one platform alone.
+ALONE = {
+    "unshared": (compilers.unshared, "cpu", BARRIER),
+    "after": (lambda x: compilers.barrier_after(x, x[0]), "cpu", BARRIER),
+    "on cpu": (compilers.barrier_on_cpu, "cpu", BARRIER),
+    "on gpu": (lambda x: compilers.barrier_on_gpu(x, x), "cuda", BARRIER),
+    "laid out": (compilers.laid_out, "tpu", "LayoutConstraint"),
+    "a layer": (read_layer("float32"), "tpu", "dynamic_update_slice"),
+    "a short layer": (read_layer("bfloat16"), None, "dynamic_update_slice"),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", ALONE)
+def test_one_compiler_alone_gets_another_program(name):
+    f, alone, operation = ALONE[name]
+    step = jax.jit(f).trace(jnp.ones((6, 2)))
+    for platform in ("cpu", "cuda", "tpu"):
+        text = step.lower(lowering_platforms=(platform,)).as_text()
+        assert (operation in text) == (platform == alone), platform
+
+
+def test_a_number_that_is_the_same_off_cpu_is_known():
+    """On CPU a state is computed, so that it is no second copy in the program."""
+
+    def f(x, number):
+        return compilers.on_cpu(
+            lambda x: (x, x + number), lambda x: (jnp.full_like(x, 3), x)
+        )(x)
+
+    jaxpr = jax.make_jaxpr(f)(jnp.ones(2), 1.0).jaxpr
+    first, second = jaxpr.outvars
+    assert jaxprs.constant_off_cpu(jaxpr, first) == 3
+    assert jaxprs.constant_off_cpu(jaxpr, second) is None
+    assert jaxprs.constant_off_cpu(jaxpr, jaxpr.invars[0]) is None
 
 
 @pytest.mark.parametrize(
@@ -201,7 +245,7 @@ def test_only_the_compiler_for_gpu_does_not_know_a_zero(platform, hidden):
     """It would share an array of zeros with the loss, and keep it for both."""
     step = jax.jit(compilers.zeros_unless).trace(jnp.array(True), jnp.ones(3))
     text = step.lower(lowering_platforms=(platform,)).as_text()
-    assert ("optimization_barrier" in text) == hidden
+    assert (BARRIER in text) == hidden
     x = jnp.array([np.nan, np.inf, -1.0])
     for keeps, wanted in ((False, np.zeros(3)), (True, x)):
         got = compilers.zeros_unless(jnp.array(keeps), x)

@@ -104,6 +104,7 @@ def test_a_traced_index_outside_is_dropped_and_never_wrapped(dtype, outside):
 ONES = np.ones((2, 3), np.float32)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -207,6 +208,7 @@ GRADS = {"table": slices([4, 0, 4]), "w": jnp.ones(3)}
 PARAMS = {"table": jnp.ones((5, 2)), "w": jnp.ones(3)}
 
 
+@pytest.mark.every
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "tx",
@@ -249,6 +251,7 @@ def raising(error):
     return optax.GradientTransformation(optax.identity().init, update)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("grads", [GRADS, PARAMS], ids=["rows", "dense"])
 def test_an_error_of_anything_else_stays_and_says_that_rows_may_cause_it(grads):
     error = KeyError("mu")
@@ -273,6 +276,7 @@ def test_a_refusal_that_names_the_leaf_stays(tx, words):
         gx.apply_gradients(tx, GRADS, tx.init(PARAMS), PARAMS)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     "use",
     [
@@ -326,6 +330,7 @@ def test_rows_of_half_precision_are_rounded_once():
     assert gx.apply_updates(table, step).tolist() == [[1.0], [1 + 2**-7], [1.0]]
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("f", "over", "wrap"),
     half(
@@ -391,6 +396,7 @@ def chosen(grads, keep):
     return mask, first, second
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(("keep", "number"), [((1, 2), 3), ((2,), 1), ((), 0)])
 def test_a_mask_keeps_the_structure_wherever_it_is_made(keep, number):
     found = [chosen(GRADS, keep)]

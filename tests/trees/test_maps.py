@@ -84,6 +84,7 @@ def test_each_gradient_of_a_stack_is_judged_alone(dtype):
     assert finite.tolist() == [True, False, True]
 
 
+@pytest.mark.every
 @pytest.mark.figures
 @pytest.mark.parametrize(("dtype", "temporaries", "passes"), FIGURES)
 def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):

@@ -1,0 +1,68 @@
+"""Copies of a server's arrays lie where the arrays lie, in memory of their own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from gradxform._server import placement
+from gradxform._server.programs import check_fits
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("copy", [placement.copy, placement._copy_of_shards])
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P()])
+def test_a_copy_has_memory_of_its_own(copy, spec):
+    """The second function copies what other processes have a part of."""
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    x = jax.device_put(np.arange(16.0).reshape(4, 4), NamedSharding(mesh, spec))
+    new = copy(x)
+    assert new.sharding == x.sharding
+    np.testing.assert_array_equal(new, x)
+    places = [
+        {part.data.unsafe_buffer_pointer() for part in each.addressable_shards}
+        for each in (x, new)
+    ]
+    assert not places[0] & places[1]
+
+
+def test_a_copy_keeps_its_numbers_if_an_array_of_numpy_changes():
+    given = np.ones(3)
+    new = placement.copy({"w": given})
+    given[:] = 0
+    assert new["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("committed", [True, False])
+def test_arrays_are_brought_where_one_is_bound(committed):
+    device = jax.devices()[1]
+    free, bound = jnp.ones(2), jax.device_put(jnp.ones(3), device)
+    there = placement.Placement([free, bound] if committed else [free])
+    assert there.committed == committed
+    brought = there.put(np.ones(2))
+    assert brought.committed == committed
+    assert brought.devices() == ({device} if committed else free.devices())
+    described = there.abstract(free.aval, bound.sharding)
+    assert described.sharding == (bound.sharding if committed else None)
+    assert (described.shape, described.dtype) == ((2,), jnp.float32)
+    number = jnp.asarray(1.0)
+    assert there.abstract(number.aval, bound.sharding).weak_type == number.weak_type
+
+
+def test_what_lies_on_most_devices_says_where_all_have_room():
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    x = jax.device_put(np.ones(4), NamedSharding(mesh, P("x")))
+    there = placement.Placement([jax.device_put(1.0, jax.devices()[0]), x])
+    assert there.everywhere == NamedSharding(mesh, P())
+
+
+def test_gradients_have_the_shapes_and_dtypes_of_the_parameters():
+    params = {"w": jnp.ones((2, 3)), "b": jnp.ones(2, "bfloat16")}
+    check_fits(params, jax.tree.map(jnp.zeros_like, params))
+    with pytest.raises(TypeError, match=r"grads.*'?w'?"):
+        check_fits(params, params | {"w": jnp.ones((3, 2))})
+    with pytest.raises(TypeError, match=r"grads.*'?b'?"):
+        check_fits(params, params | {"b": jnp.ones(2)})
