@@ -21,12 +21,13 @@ import types
 import jax
 import numpy as np
 import pytest
-import ray as real
 from jax.sharding import Mesh
-from ray import cloudpickle, exceptions
 
 from gradxform._ray import followers, leader, process, transport, wire
 from gradxform._server.store import Store
+
+real = pytest.importorskip("ray")
+cloudpickle, exceptions = real.cloudpickle, real.exceptions
 
 HERE = threading.local()  # In a thread of an actor: which one it is.
 ALL = {}  # References and actors by their numbers.

@@ -8,16 +8,19 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._ray import process
 from gradxform._ray.actors import message
 from gradxform._server.store import Store
 from tests import ray_here
@@ -218,6 +221,7 @@ def test_a_group_makes_the_steps_that_numpy_makes(either_ray):
     with small_group(server_options=options) as run:
         params, start = run.server.pull()
         same(params, expected)
+        assert all(isinstance(x, jax.Array) for x in params.values())
         rng = np.random.default_rng(0)
         grads = {
             name: rng.integers(0, 9, x.shape).astype(np.float32)
@@ -311,6 +315,38 @@ def test_a_step_that_fails_in_all_processes_is_told(either_ray):
             run.server.push(small_params(), 0)
         with pytest.raises(gx.ServerClosedError, match="there is no room"):
             run.server.pull()
+
+
+def test_a_process_joins_the_others_before_it_looks_at_devices(monkeypatch):
+    joined, settings = mock.Mock(), {"jax_cpu_collectives_implementation": "mpi"}
+    if hasattr(jax.config, "jax_enable_preemption_service"):  # Since JAX 0.8.
+        settings["jax_enable_preemption_service"] = True
+    before = {name: getattr(jax.config, name) for name in settings}
+    there = jax.local_devices()
+
+    def devices(process_index):
+        assert joined.initialize.called
+        return there[2 * process_index :]
+
+    monkeypatch.setattr(jax.distributed, "initialize", joined.initialize)
+    monkeypatch.setattr(multihost_utils, "sync_global_devices", joined.sync)
+    monkeypatch.setattr(jax, "local_devices", devices)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        mesh = process.enter("127.0.0.1:7", 1, 3)
+        assert jax.config.jax_cpu_collectives_implementation == "gloo"
+        assert not getattr(jax.config, "jax_enable_preemption_service", False)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert (mesh.axis_names, mesh.devices.tolist()) == (("server",), there[:6:2])
+    (address, count, index), more = joined.initialize.call_args
+    assert (address, count, index) == ("127.0.0.1:7", 3, 1)
+    assert more["coordinator_bind_address"] == address  # No other machine reaches it.
+    assert more["cluster_detection_method"] == "deactivate"
+    assert more["initialization_timeout"] >= 3600
+    joined.sync.assert_called_once()
 
 
 @on_cluster

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._ray import wire
+from tests import ray_here
 from tests.conftest import on_cluster
 
 ray = pytest.importorskip("ray")
@@ -193,6 +195,22 @@ def test_arrays_travel_beside_the_message():
     dense = {**grads, "table": rows.densify()}
     wanted = jax.tree.map(lambda p, g: np.asarray(p) + np.asarray(g), params, dense)
     chex.assert_trees_all_close(later, wanted)
+
+
+def test_arrays_arrive_as_they_were_sent(either_ray):
+    wire.register()
+    half = jnp.arange(1000.0).astype(jnp.bfloat16)
+    for x in half, half.reshape(10, 5, 20), jnp.zeros((0, 3)), jnp.array([True, False]):
+        assert_identical(either_ray.get(either_ray.put(x)), x)
+    weak = jnp.asarray(2.0)
+    assert weak.weak_type
+    assert_identical(either_ray.get(either_ray.put(weak)), weak)
+    if isinstance(either_ray, ray_here.Ray):
+        message, (beside,) = ray_here.packed(half)
+        assert (len(message) < 500, beside.nbytes) == (True, half.nbytes)
+    else:
+        message, beside = in_band(half)
+        assert (message < 500, beside) == (True, half.nbytes)
 
 
 DTYPES = "float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64"
