@@ -71,9 +71,7 @@ class Followed:
     def _of(self, x: Var | Literal, scope: Scope) -> Along | None:
         return self._known.get((scope, x)) if jaxprs.is_variable(x) else None
 
-    def _set(self, x: Var | Literal, scope: Scope, along: Along) -> None:
-        if not jaxprs.is_variable(x):
-            raise MixedError
+    def _set(self, x: Var, scope: Scope, along: Along) -> None:
         if self._known.setdefault((scope, x), along) != along:
             raise MixedError
 

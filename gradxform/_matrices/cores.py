@@ -141,16 +141,12 @@ class Matrices:
         if not jaxprs.anywhere(self.program.jaxpr, Op.COND):
             return of_all(*arrays)
         traced = jax.make_jaxpr(of_all)(*arrays)
-        if not self._has_conditionals(traced):
+        programs = traced.jaxpr, self.program.jaxpr
+        of_several, of_one = (len(jaxprs.anywhere(x, Op.COND)) for x in programs)
+        if of_several < of_one:
             # Predicates differ: under `vmap` each matrix would run all branches.
             return self._one_by_one(one, pairs)
         return jaxprs.run(traced.jaxpr, [*traced.consts, *arrays])
-
-    def _has_conditionals(self, traced: ClosedJaxpr) -> bool:
-        """Whether a program of several matrices has those of one, and no selections."""
-        programs = traced.jaxpr, self.program.jaxpr
-        found, wanted = (len(jaxprs.anywhere(x, Op.COND)) for x in programs)
-        return found >= wanted
 
     def _several(
         self, are_same: Sequence[bool], count: int
@@ -169,8 +165,6 @@ class Matrices:
         try:
             program = _for_entries(self.undivided, before, after, count)
         except MixedSlicesError:  # Of one entry each is the same.
-            return None
-        if not self._has_conditionals(program):
             return None
 
         def run(*arrays: jax.Array) -> list[jax.Array]:

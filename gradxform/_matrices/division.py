@@ -78,18 +78,14 @@ def divided(closed: ClosedJaxpr, few: int, owners: Owners | None = None) -> Clos
     return jax.make_jaxpr(run)(*unplaced.bare_types(closed.jaxpr.invars))
 
 
-_LOOPS = frozenset({Op.SCAN, Op.WHILE})
-_DIVIDED = _LOOPS | {Op.COND}
+_LOOPS = Op.SCAN, Op.WHILE
+_DIVIDED = *_LOOPS, Op.COND
 
 
 def _may_tie(eqn: JaxprEqn) -> bool:
     name = jaxprs.name_of(eqn)
-    if name == Op.COND:
-        is_one = len(eqn.outvars) == 1 and nested.of_all_platforms(eqn) is None
-        return not is_one or _is_nested_or_stacked(eqn)
-    if name in _LOOPS or programs.OPERATIONS.get(name) is programs.Runs.ONCE:
-        return len(eqn.outvars) > 1
-    return name == Op.BARRIER and len(eqn.outvars) > 1
+    is_run = programs.OPERATIONS.get(name) is programs.Runs.ONCE
+    return is_run or name in (*_DIVIDED, Op.BARRIER)
 
 
 def _gone_into(closed: ClosedJaxpr, inputs: Sequence[Any], few: int) -> Sequence[Any]:
@@ -276,8 +272,6 @@ class _Branch:
             makes_many = any(math.prod(shape_of(x)) >= self._few for x in eqn.outvars)
             if makes_many or owner is not Nobody.FREE:
                 read.update((x, None) for x in self._made(eqn))
-            elif jaxprs.name_of(eqn) == Op.COND:
-                read.update((x, None) for x in self._made(eqn) if x is eqn.invars[0])
         found = [
             x
             for x in read

@@ -253,6 +253,7 @@ def test_equal_leaves_are_one_program(monkeypatch):
     assert counts[0] == counts[1] > 2
 
 
+@pytest.mark.slow
 def test_one_conditional_for_all_leaves():
     """Its branch has a number of all factors, which is computed before."""
     where = places(ON_BOTH, mesh((4, 2)))
@@ -282,6 +283,7 @@ DUE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("name", DUE)
 def test_what_a_branch_alone_needs_travels_if_it_runs(name, axis_type):

@@ -111,6 +111,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("model", [LEAVES, STACKS], ids=["leaves", "stacks"])
 @pytest.mark.parametrize("name", LOOPS)
@@ -194,6 +195,7 @@ NUMBERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("model", [LEAVES, STACKS], ids=["leaves", "stacks"])
 @pytest.mark.parametrize("name", NUMBERS)
@@ -235,6 +237,7 @@ def probed(by_matrix):
     return optax.GradientTransformation(init, update)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("by_matrix", [False, True], ids=["one key", "keys"])
 @pytest.mark.parametrize("sizes", [(8,), (4, 2)], ids=["8", "4 x 2"])
