@@ -19,7 +19,7 @@ pytestmark = [
 
 @pytest.fixture
 def keras(monkeypatch, standard_promotion):
-    """Keras, which takes seconds to import: quick tests do without."""
+    """Keras, on its JAX backend."""
     monkeypatch.setenv("KERAS_BACKEND", "jax")
     import keras
 
