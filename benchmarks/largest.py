@@ -93,6 +93,11 @@ def needed(lowered, memory):
             raise
         # The number is rounded.
         return max(float(refused[1] or refused[2]), memory + 0.005), None
+    return kept(found, memory)
+
+
+def kept(found, memory):
+    """GiB that a compiled step needs on the chip, and on the host."""
     host = found.host_argument_size_in_bytes + found.host_temp_size_in_bytes
     # The sum has some reserve of the compiler's. The peak also counts the host.
     total = found.argument_size_in_bytes + found.temp_size_in_bytes

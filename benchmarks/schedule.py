@@ -100,10 +100,10 @@ def loops(program):
     ]
 
 
-def compiled(training, layers, sequences):
-    """A training's compiled step."""
+def compiled(training, layers, shape):
+    """A training's compiled step on tokens of this shape."""
     chip = mesh("v5e:2x2")
-    tokens = placed(jax.ShapeDtypeStruct((sequences, LENGTH), jnp.int32), chip)
+    tokens = placed(jax.ShapeDtypeStruct(shape, jnp.int32), chip)
     lowered = step_of(training).lower(*shapes(training, layers, chip), tokens)
     return lowered.compile()
 
@@ -120,7 +120,7 @@ def main():
     set_small_tiles()
     rows = []
     for name in options.only:
-        step = compiled(TRAININGS[name], options.layers, options.sequences)
+        step = compiled(TRAININGS[name], options.layers, (options.sequences, LENGTH))
         program = Program(step.as_text())
         for loop, body in zip(("forward", "backward"), loops(program), strict=True):
             for rate in options.rate:

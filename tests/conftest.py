@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import functools
 import gc
 import itertools
 import logging
@@ -223,3 +224,26 @@ ON_RAY = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+
+def on_cluster(test):
+    """Marks a test, or all tests of a function, that run on a cluster."""
+    return functools.reduce(lambda test, mark: mark(test), ON_RAY, test)
+
+
+CLUSTER = [mark for mark in ON_RAY if mark.name != "usefixtures"]
+
+
+@pytest.fixture(params=["here", pytest.param("cluster", marks=CLUSTER)])
+def either_ray(request, bounded):
+    """The module `ray`: a stand-in in this process, and in the slow part a cluster."""
+    if request.param == "cluster":
+        import ray
+
+        request.getfixturevalue("cluster")
+        yield ray
+    else:
+        from tests import ray_here
+
+        with ray_here.stand_in() as ray:
+            yield ray

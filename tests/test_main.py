@@ -26,7 +26,7 @@ import pytest
 import gradxform as gx
 from gradxform import __main__ as job
 from gradxform import engines
-from gradxform._demo import command_line, report
+from gradxform._demo import command_line, ctrl_c, report
 from tests.conftest import KILLED, OF_RAY, promotion, xla_flags
 
 SHORT = ("--steps", "60", "--engine", "simulated")
@@ -175,6 +175,39 @@ def test_workers_shift_digits_by_at_most_a_pixel():
         (d, r) for d in (2, 3, 4) for r in (2, 3, 4)
     }
     assert set(drawn) == set(labels)
+
+
+def test_the_model_is_a_small_convolutional_net():
+    """Its logits, by NumPy; and the loss and its gradient, by their traces."""
+    model, images = job.build_model(2), np.zeros((2, 8, 8), np.float32)
+    images[0, 2:5, 3], images[1] = 1.0, np.arange(64.0).reshape(8, 8) / 64
+    x, layers = images[..., None].astype(np.float64), model.params["layers"]
+
+    def leaky(x):
+        return np.where(x > 0, x, x / 100)
+
+    def convolved(x, layer, stride):
+        kernel, high = layer["kernel"][...], len(x[0])
+        left = (3 - stride) // 2  # Of "SAME" padding, for an even size.
+        x = np.pad(x, ((0, 0), (left, 2 - left), (left, 2 - left), (0, 0)))
+        down, right = np.mgrid[:3, :3].reshape(2, 9)
+        cut = [
+            x[:, d : d + high, r : r + high] for d, r in zip(down, right, strict=True)
+        ]
+        cut = [each[:, ::stride, ::stride] for each in cut]
+        matrices = kernel.reshape(9, *kernel.shape[2:])
+        return leaky(sum(map(np.matmul, cut, matrices)))
+
+    kernels = [layers[i]["kernel"][...].shape for i in (0, 2, 5, 7)]
+    assert kernels == [(3, 3, 1, 16), (3, 3, 16, 32), (512, 64), (64, 10)]
+    x = convolved(convolved(x, layers[0], 1), layers[2], 2).reshape(2, -1)
+    x = leaky(x @ layers[5]["kernel"][...]) @ layers[7]["kernel"][...]
+    with promotion():
+        logits = model.logits(model.params, images)
+        np.testing.assert_allclose(logits, x, rtol=1e-4, atol=1e-5)
+        loss, grads = jax.eval_shape(model.gradient, model.params, images, np.arange(2))
+    assert loss.shape == ()
+    assert jax.tree.structure(grads) == jax.tree.structure(model.params)
 
 
 @pytest.mark.slow
@@ -471,6 +504,165 @@ def test_a_picture_that_cannot_be_saved_costs_no_results(monkeypatch, tmp_path, 
     assert done.returncode == 2
     assert results(done) == results(short)
     assert "error: argument --plot: [Errno 28] No space left" in done.stderr
+
+
+# The command on an engine that has made its pushes.
+
+
+class Done:
+    """The run of an engine that has made these pushes, as the command uses it."""
+
+    def __init__(self, pushes, ends=lambda: None):
+        self.pushes, self.resumed, self.ends = self.counted(pushes), None, ends
+        counts = types.SimpleNamespace(accepted=0, dropped=0, by_worker={})
+        deaths = dict.fromkeys(("worker_deaths", "server_deaths", "lost"), 0)
+        vars(counts).update(deaths)
+        self.counts = lambda: counts
+        state = gx.drop_stale(gx.clip_by_global_norm(1.0), 1).init(jnp.zeros(1))
+        self.server = mock.Mock()
+        self.server.state.return_value = {"params": "trained", "state": state}
+
+    def counted(self, pushes):
+        for push in pushes:
+            self.counts().accepted += 1
+            yield push
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.ends()
+
+
+def logits(params, images):
+    """Right for the first three quarters of all test images."""
+    assert params == "trained"
+    labels = job.load_digits().test_labels
+    return -np.abs(np.arange(10) - (labels + (np.arange(360) >= 270))[:, None] % 10)
+
+
+@pytest.fixture
+def call_on(monkeypatch):
+    """Calls the command on a run; gives also its job, its options and its pictures."""
+
+    def call_on(run, *options):
+        began = mock.Mock(side_effect=[run])
+        drawn, model = mock.Mock(), job.Model(jnp.zeros(1), "gradient", logits)
+        monkeypatch.setattr(engines, "simulated", began)
+        monkeypatch.setattr(report, "save_plot", drawn)
+        made = mock.Mock(return_value=model)
+        monkeypatch.setattr(sys.modules[__name__], "build_model", made)
+        given = "--engine", "simulated", "--steps", "12", "--seed", "3", *options
+        done = call(*given)
+        made.assert_called_once_with(3)
+        return done, began, drawn
+
+    return call_on
+
+
+def test_the_command_trains_reports_and_draws(call_on, tmp_path, monkeypatch):
+    boards = mock.MagicMock()
+    monkeypatch.setattr(engines, "TensorBoard", boards)
+    picture, logs = str(tmp_path / "x.png"), str(tmp_path / "logs")
+    pushes = [pushed(number, loss=number / 4) for number in range(1, 13)]
+    before = signal.signal(signal.SIGINT, ctrl_c.interrupt)
+    try:
+        run = Done(pushes)
+        done, began, drawn = call_on(run, "--plot", picture, "--logdir", logs)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (done.returncode, unexpected(done.stderr)) == (0, [])
+    assert done.stderr.startswith("  8%, step 1, loss 0.250\n")
+    title = "async on simulated, novograd, workers 4, seed 3"
+    assert done.stdout.startswith(title + "\n")
+    assert "nothing" not in done.stdout
+    assert row(done.stdout, "pushes accepted") == "12"
+    assert 0 <= float(row(done.stdout, "seconds")) < 60
+    assert done.stdout.endswith("\ntest accuracy 0.750\n")
+    drawn.assert_called_once_with(picture, title, pushes)
+    ((made,), more) = began.call_args
+    assert (made.pushes, len(made.workers), more) == (12, 4, {})
+    assert made.workers[0].gradient == "gradient"
+    boards.assert_called_once_with(logs, run)
+    board = boards.return_value.__enter__.return_value
+    assert board.call_args_list == [mock.call(push) for push in pushes]
+
+
+def test_the_command_says_so_when_nothing_is_left(call_on, tmp_path):
+    done, _, drawn = call_on(Done([]), "--plot", str(tmp_path / "x.png"))
+    assert done.returncode == 0
+    says = "nothing is left to do: all 12 pushes were made before; try more --steps\n"
+    assert done.stdout.endswith(says + "test accuracy 0.750\n")
+    drawn.assert_not_called()
+
+
+def test_an_end_that_cannot_be_saved_costs_no_results(call_on):
+    full = mock.Mock(side_effect=OSError("it is full"))
+    done, *_ = call_on(Done([pushed(1)], full))
+    assert done.returncode == 2
+    assert done.stdout.endswith("test accuracy 0.750\n")
+    told = "argument --checkpoint: the end was not saved: it is full"
+    assert unexpected(done.stderr) == [f"python -m gradxform: error: {told}"]
+
+
+def test_a_picture_is_drawn_even_if_nobody_reads_the_results(call_on, monkeypatch):
+    monkeypatch.setattr(job, "say", mock.Mock(side_effect=SystemExit(141)))
+    done, _, drawn = call_on(Done([pushed(1)]), "--plot", "x.png")
+    assert (done.returncode, done.stdout) == (141, "")
+    drawn.assert_called_once()
+
+
+def test_an_engine_that_does_not_begin_gets_one_line(call_on):
+    from_elsewhere = OSError("a traceback")
+    from_elsewhere.cause = OSError("no such folder")
+    done, *_ = call_on(mock.MagicMock(__enter__=mock.Mock(side_effect=from_elsewhere)))
+    check_one_line(done, ["error: no such folder\n"])
+
+
+def test_an_engine_gets_the_options_that_are_its_own(monkeypatch, tmp_path):
+    folder, began = str(tmp_path), mock.Mock()
+    for name in ("threads", "ray"):
+        monkeypatch.setattr(engines, name, getattr(began, name))
+    every = ["--checkpoint", folder, "--checkpoint-every", "7"]
+    job.make_run(job.parse(every), "a job")
+    settings = {
+        "mode": "async",
+        "optimizer": "novograd",
+        "workers": 4,
+        "seed": 0,
+        "backups": 1,
+        "max_staleness": 4,
+    }
+    saved = engines.Checkpoint(folder, every_seconds=7.0, settings=settings)
+    began.threads.assert_called_once_with("a job", checkpoint=saved)
+    more = ["--address", "auto", "--connect-timeout", "9", "--server-processes", "2"]
+    job.make_run(job.parse(["--engine", "ray", *more]), "a job")
+    began.ray.assert_called_once_with(
+        "a job", address="auto", connect_timeout=9.0, server_processes=2
+    )
+
+
+def test_ctrl_c_is_heard_until_all_is_loaded(monkeypatch, capfd):
+    monkeypatch.setattr(os, "_exit", mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        ctrl_c.interrupt()
+    os._exit.assert_called_once_with(130)
+    assert capfd.readouterr().err == INTERRUPTED
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        ctrl_c.loaded()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        ctrl_c.hear()
+        assert signal.getsignal(signal.SIGINT) is ctrl_c.interrupt
+        ctrl_c.loaded()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for heard in (ctrl_c.hear, ctrl_c.loaded):
+            heard()
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # Before anything is loaded.

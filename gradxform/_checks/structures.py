@@ -227,7 +227,8 @@ def fits(leaf: Gradient, reference: Leaf) -> bool:
     A gradient of shape (3, 1) for a parameter of shape (3,) would broadcast, and a
     complex one for a real parameter would lose its imaginary part.
     """
-    is_alike = getattr(leaf, "dtype", None) == getattr(reference, "dtype", "")
+    # A number of Python has no dtype. NumPy takes None for float64.
+    is_alike = getattr(leaf, "dtype", "") == getattr(reference, "dtype", None)
     if is_alike or not arguments.is_complex(leaf) or arguments.is_complex(reference):
         return has_shape(leaf, reference)
     return False

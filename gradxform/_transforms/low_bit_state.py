@@ -88,15 +88,15 @@ def low_bit_state(
     and sums of ``madgrad``, ``cocob``, ``prodigy`` and of others, the linear term of
     :func:`ftrl`. Name that of your own transformations in ``keep``.
 
-    The number of blocks follows from the length of the axis alone. Blocks are equal,
-    and longer than half of ``block_size``, if such a number divides the length. Among
-    these numbers it is the one with the most factors of two. So a state has the same
-    shapes on every mesh and under ``jit``, and its checkpoint fits any number of
-    devices. Codes lie where the array would lie. If the number of blocks can be divided
-    among the devices along that axis, each has its own scales, else all of them. In
-    ``jax.shard_map`` each device has blocks of its own: call ``init`` there, too. Under
-    ``jax.jit`` the arrays of a new state are encoded one after another, so there is
-    room for one of them in floating point, not for all.
+    The number of blocks follows from the length of the axis alone. Blocks are equal
+    if that takes fewer than twice the number that ``block_size`` needs. Of such numbers
+    it is the one with the most factors of two. So a state has the same shapes on every
+    mesh and under ``jit``, and its checkpoint fits any number of devices. Codes lie
+    where the array would lie. If the number of blocks can be divided among the devices
+    along that axis, each has its own scales, else all of them. In ``jax.shard_map``
+    each device has blocks of its own: call ``init`` there, too. Under ``jax.jit`` the
+    arrays of a new state are encoded one after another, so there is room for one of
+    them in floating point, not for all.
 
     A NaN or an infinite entry makes all of its block NaN or infinite.
 
@@ -315,8 +315,8 @@ def _axis_for(x: Any, block_size: int, min_size: int, block_axis: int) -> int | 
 def _blocks(length: int, block_size: int) -> int:
     """The number of blocks along an axis, which follows from its length alone.
 
-    They are of one length, if it can be more than half of ``block_size``. Of these
-    numbers that with the most factors of two suits most meshes.
+    They are of one length, if that takes fewer than twice as many as needed. Of such
+    numbers the one with the most factors of two suits most meshes.
     """
     fewest = -(-length // block_size)
     counts = np.arange(fewest, 2 * fewest)

@@ -8,21 +8,25 @@ import os
 import signal
 import sys
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._ray import process
 from gradxform._ray.actors import message
 from gradxform._server.store import Store
-from tests.conftest import ON_RAY
+from tests import ray_here
+from tests.conftest import on_cluster
 from tests.engines.jobs import SGD, ended, fails, list_all, make_job, worker
-from tests.engines.test_ray import assert_counted, first_steps, wait_until
+from tests.engines.test_ray import assert_counted, first_steps, kill, wait_until
 from tests.server.test_parameter_server import ODD
 
 ROWS, DIM, WIDE = 300, 4, 6
@@ -177,11 +181,175 @@ def test_a_function_gets_the_path_and_the_shape_of_each_leaf():
     assert seen == {"emb/table": (9, 3), "w": (2,)}
 
 
-def marked(test):
-    return functools.reduce(lambda test, mark: mark(test), ON_RAY, test)
+def small_params():
+    shapes = {"cut": (4, 6), "rows": (8, 2), "whole": (3,)}
+    return {
+        name: np.arange(np.prod(shape), dtype=np.float32).reshape(shape) / 2
+        for name, shape in shapes.items()
+    }
 
 
-@marked
+def cut_small(path, shape):
+    cuts = {"cut": P(None, "server"), "rows": P("server")}
+    return cuts.get(path, P())
+
+
+@contextlib.contextmanager
+def small_group(pushes=50, **options):
+    """A server of two processes that subtracts half of a gradient."""
+    tx = gx.drop_stale(gx.scale_by_learning_rate(0.5), 1)
+    job = make_job([worker()], pushes, tx, params=small_params())
+    options |= {"server_processes": 2, "server_shardings": cut_small}
+    with engines.ray(job, **options) as run:
+        yield run
+
+
+def answers_for_good(method):
+    while True:
+        method()
+
+
+def same(got, expected):
+    assert got.keys() == expected.keys()
+    for name, x in got.items():
+        np.testing.assert_array_equal(x, expected[name])
+
+
+def test_a_group_makes_the_steps_that_numpy_makes(either_ray):
+    expected = small_params()
+    options = {"max_concurrency": 2, "name": "the server"}
+    with small_group(server_options=options) as run:
+        params, start = run.server.pull()
+        same(params, expected)
+        assert all(isinstance(x, jax.Array) for x in params.values())
+        rng = np.random.default_rng(0)
+        grads = {
+            name: rng.integers(0, 9, x.shape).astype(np.float32)
+            for name, x in expected.items()
+        }
+        assert run.server.push(grads, start)[:3] == (True, 0, 1)
+        expected = {name: x - grads[name] / 2 for name, x in expected.items()}
+        same(run.server.pull()[0], expected)
+        # Rows of both processes, and of none.
+        given = gx.IndexedSlices([7, 0, 7], np.ones((3, 2), np.float32), (8, 2))
+        given = {"cut": None, "rows": given, "whole": None}
+        assert run.server.push(given, 1).global_step == 2
+        np.subtract.at(expected["rows"], [7, 0, 7], 0.5)
+        same(run.server.state()["params"], expected)
+        for ids, stored in (([7, 2, 7], [2, 7, 8]), ([3], [3]), ([6, 4], [4, 6])):
+            part, _ = run.server.pull({"rows": ids, "cut": [3, 1]}, np.float16)
+            assert part["rows"].indices.tolist() == stored
+            assert part["cut"].indices.tolist() == [1, 3]
+            known = sorted({*ids})
+            got = np.asarray(part["rows"].values)
+            assert got.dtype == np.float16
+            np.testing.assert_array_equal(
+                got[: len(known)], expected["rows"][known].astype(np.float16)
+            )
+            assert not got[len(known) :].any()
+            np.testing.assert_array_equal(
+                part["cut"].values, expected["cut"][[1, 3]].astype(np.float16)
+            )
+        # What is too late, or refused, changes nothing.
+        assert run.server.push(grads, start)[:2] == (False, 2)
+        with pytest.raises(TypeError, match="nobody reads"):
+            run.server.push(grads, 2, wieght=2.0)
+        same(run.server.pull()[0], expected)
+        assert run.server.stats()[:2] == (2, 1)
+        shapes = on_group(
+            lambda _, leaves: [x.addressable_data(0).shape for x in leaves], run
+        )
+        assert shapes == [[(4, 3), (4, 2), (3,)]] * 2
+        _, follower = run.server.processes._actors
+        kept = follower.__ray_call__.remote(lambda follower: len(follower._prepared))
+        assert either_ray.get(kept) == 0
+        assert len(list(run.pushes)) == 50
+
+
+def test_a_group_saves_its_parts_and_goes_on_from_them(either_ray, tmp_path):
+    checkpoint = engines.Checkpoint(tmp_path, every_steps=2, every_seconds=None)
+    begin, steps = small_params(), 0
+    for pushes in (5, 6):
+        with small_group(pushes, checkpoint=checkpoint) as run:
+            assert run.resumed == (steps or None)
+            params, _ = run.server.pull()
+            same(params, {name: x - steps / 2 for name, x in begin.items()})
+            assert len(list(run.pushes)) == pushes - steps
+            steps = pushes
+            params = {name: x - steps / 2 for name, x in begin.items()}
+            same(run.server.state()["params"], params)
+            kept = on_group(lambda actor, _: len(getattr(actor, "_snapshots", ())), run)
+            assert kept == [0, 0]
+    assert {5, 6} <= numbered(tmp_path)
+    if isinstance(either_ray, ray_here.Ray):
+        assert len(either_ray.written) >= 2
+        for snapshot in either_ray.written:
+            expected = small_params()["whole"] - snapshot.pushes / 2
+            np.testing.assert_array_equal(snapshot.state["params"]["whole"], expected)
+
+
+def test_a_group_ends_when_one_of_it_has_died(either_ray):
+    with small_group() as run:
+        run.server.pull()
+        _, follower = run.server.processes._actors
+        kill(follower)
+        with pytest.raises(either_ray.exceptions.RayActorError) as raised:
+            answers_for_good(run.server.pull)
+        said = "\n".join(raised.value.__notes__)
+        assert "The server has ended: a process of the server has died" in said
+        assert "give it a checkpoint" in said
+
+
+def test_a_step_that_fails_in_all_processes_is_told(either_ray):
+    def step(*_):
+        raise MemoryError("there is no room")
+
+    def sabotage(actor, _):
+        core = actor.process.core
+        prepare = core.prepare
+        core.prepare = lambda *args: prepare(*args)._replace(step=step)
+
+    with small_group() as run:
+        on_group(sabotage, run)
+        with pytest.raises(MemoryError, match="there is no room"):
+            run.server.push(small_params(), 0)
+        with pytest.raises(gx.ServerClosedError, match="there is no room"):
+            run.server.pull()
+
+
+def test_a_process_joins_the_others_before_it_looks_at_devices(monkeypatch):
+    joined, settings = mock.Mock(), {"jax_cpu_collectives_implementation": "mpi"}
+    if hasattr(jax.config, "jax_enable_preemption_service"):  # Since JAX 0.8.
+        settings["jax_enable_preemption_service"] = True
+    before = {name: getattr(jax.config, name) for name in settings}
+    there = jax.local_devices()
+
+    def devices(process_index):
+        assert joined.initialize.called
+        return there[2 * process_index :]
+
+    monkeypatch.setattr(jax.distributed, "initialize", joined.initialize)
+    monkeypatch.setattr(multihost_utils, "sync_global_devices", joined.sync)
+    monkeypatch.setattr(jax, "local_devices", devices)
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        mesh = process.enter("127.0.0.1:7", 1, 3)
+        assert jax.config.jax_cpu_collectives_implementation == "gloo"
+        assert not getattr(jax.config, "jax_enable_preemption_service", False)
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+    assert (mesh.axis_names, mesh.devices.tolist()) == (("server",), there[:6:2])
+    (address, count, index), more = joined.initialize.call_args
+    assert (address, count, index) == ("127.0.0.1:7", 3, 1)
+    assert more["coordinator_bind_address"] == address  # No other machine reaches it.
+    assert more["cluster_detection_method"] == "deactivate"
+    assert more["initialization_timeout"] >= 3600
+    joined.sync.assert_called_once()
+
+
+@on_cluster
 @pytest.mark.parametrize(("gate", "count"), [("drop_stale", 2), ("accumulator", 3)])
 def test_processes_train_as_one_does(gate, count, standard_promotion):
     alone = gx.ParameterServer(make_params(), GATES[gate]())
@@ -234,7 +402,7 @@ def odd_pushes():
     yield "tall", ones | {cut: np.ones((ROWS + 1, DIM), np.float32)}, {}
 
 
-@marked
+@on_cluster
 def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
     """The answers of a server in this process are the right ones."""
     ray = pytest.importorskip("ray")
@@ -295,7 +463,7 @@ def test_a_group_takes_and_refuses_the_same_pushes_as_one_process():
         assert ray.get(at).startswith("127.0.0.1:")
 
 
-@marked
+@on_cluster
 @pytest.mark.parametrize("processes", [1, 2])
 def test_each_method_takes_its_arguments_by_keyword(processes, tmp_path):
     """On the driver, and on the actor that workers call."""
@@ -378,7 +546,7 @@ def cut_table(path, shape):
 OF_TWO = {"server_processes": 2, "server_shardings": cut_table}
 
 
-@marked
+@on_cluster
 def test_a_death_of_any_process_restarts_the_group_at_its_checkpoint(tmp_path, caplog):
     """Each step needs both workers. Without a required number, the chaos kills all."""
     caplog.set_level(logging.WARNING, "gradxform")
@@ -429,7 +597,7 @@ def test_a_death_of_any_process_restarts_the_group_at_its_checkpoint(tmp_path, c
     np.testing.assert_array_equal(state["params"]["table"], table)
 
 
-@marked
+@on_cluster
 def test_a_group_goes_on_where_one_process_was(tmp_path):
     ray, job = pytest.importorskip("ray"), slow(40)
     assert len(list_all(engines.simulated, job, checkpoint=tmp_path)) == 40
@@ -460,7 +628,7 @@ def alive(ray):
     return [actor for actor in found if actor["State"] == "ALIVE"]
 
 
-@marked
+@on_cluster
 def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
     job = slow(100)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=20, every_seconds=None)
@@ -487,7 +655,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_that_one(tmp_path):
     assert 100 in numbered(tmp_path)
 
 
-@marked
+@on_cluster
 def test_an_error_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
     ray = pytest.importorskip("ray")
 
@@ -518,7 +686,7 @@ def test_an_error_in_one_process_is_a_death_and_in_all_an_error(tmp_path):
         assert run.counts().server_deaths == 2
 
 
-@marked
+@on_cluster
 def test_the_cause_of_a_death_comes_along(tmp_path, caplog):
     ray = pytest.importorskip("ray")
 
@@ -577,7 +745,7 @@ def fails_once(flag, how):
     return optax.GradientTransformation(init, sgd.update)
 
 
-@marked
+@on_cluster
 @pytest.mark.parametrize("how", ["dies at once", "dies", "raises"])
 def test_a_process_that_fails_while_the_group_starts(how, tmp_path):
     """A death is one of the server; an error is no fault of the checkpoint."""
@@ -596,7 +764,7 @@ def test_a_process_that_fails_while_the_group_starts(how, tmp_path):
     assert {10, 20} <= numbered(directory)
 
 
-@marked
+@on_cluster
 def test_a_process_without_memory_for_a_snapshot_costs_one_checkpoint(tmp_path):
     checkpoint = engines.Checkpoint(tmp_path, 10, None, max_to_keep=None)
 

@@ -15,12 +15,13 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from tests.conftest import OF_RAY, ON_RAY
+from gradxform._ray import engine
+from tests import ray_here
+from tests.conftest import OF_RAY, on_cluster
 from tests.engines import jobs
 from tests.engines.jobs import SGD, fails, list_all, steps_in, stop_at, worker
 
 ray = pytest.importorskip("ray")
-pytestmark = ON_RAY
 
 
 def make_job(workers=2, pushes=60, tx=None, required=None, **more):
@@ -31,11 +32,13 @@ def make_job(workers=2, pushes=60, tx=None, required=None, **more):
 
 
 def dying(params):
-    os.kill(os.getpid(), signal.SIGKILL)
+    sys.exit()
 
 
 def kill(actor):
     """Kills the actor's process, busy or not."""
+    if isinstance(actor, ray_here.Actor):
+        return actor.die()
     with contextlib.suppress(ray.exceptions.RayActorError):
         os.kill(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())), 9)
 
@@ -43,7 +46,7 @@ def kill(actor):
 def answers_for_good(method):
     """Asks until it raises: a killed actor may answer for a moment."""
     while True:
-        ray.get(method.remote())
+        sys.modules["ray"].get(method.remote())
 
 
 def wait_until(condition):
@@ -73,14 +76,14 @@ def first_steps(pushes):
     return [*first.values()]
 
 
-def test_a_word_of_a_worker_that_nobody_reads_ends_the_run():
+def test_a_word_of_a_worker_that_nobody_reads_ends_the_run(either_ray):
     given = worker(extra=lambda params: {"wieght": 2.0})
     job = make_job([given], 4, gx.accumulate(SGD, 2))
     match = r"nobody reads the keyword 'wieght'.*Did you mean 'weight'\?"
     fails(engines.ray, job, TypeError, match)
 
 
-def test_late_gradients_are_given_up(tmp_path):
+def test_late_gradients_are_given_up(either_ray, tmp_path):
     def in_pieces(params):
         (tmp_path / f"{time.monotonic_ns()}").touch()
         for _ in range(10_000):  # Until a step makes it too late.
@@ -109,7 +112,7 @@ def test_late_gradients_are_given_up(tmp_path):
     assert times == sorted(times)
 
 
-def test_sync_steps_once_for_every_worker():
+def test_sync_steps_once_for_every_worker(either_ray):
     with engines.ray(make_job(2, 29, required=2)) as run:
         pushes = list(run.pushes)  # The last one waits for a step that never comes.
         params, state = run.server.state().values()
@@ -118,7 +121,7 @@ def test_sync_steps_once_for_every_worker():
     pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
     assert pairs == {(step, worker) for step in range(14) for worker in range(2)}
     # The cluster was there before the run, so it stays.
-    assert ray.is_initialized()
+    assert either_ray.is_initialized()
     with pytest.raises(ray.exceptions.RayActorError):
         answers_for_good(run.server.actor.pull)
 
@@ -127,6 +130,7 @@ def test_sync_steps_once_for_every_worker():
     ("outer", "inner"),
     [(engines.threads, engines.ray), (engines.ray, engines.simulated)],
 )
+@on_cluster
 def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog):
     caplog.set_level(logging.WARNING, "gradxform")
 
@@ -158,6 +162,7 @@ def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog
 # Deaths.
 
 
+@on_cluster
 def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp_path):
     """No worker is busy when it dies, so none notices; a call of the user does."""
     job = make_job(1, 20)
@@ -183,7 +188,7 @@ def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp
     assert known == [*range(11), *range(8, 20)]
 
 
-def test_a_worker_that_always_dies_is_an_error():
+def test_a_worker_that_always_dies_is_an_error(either_ray):
     job, died = make_job([worker(dying)]), ray.exceptions.ActorDiedError
     error, run = fails(engines.ray, job, died, None, max_deaths=1)
     assert not isinstance(error, ray.exceptions.RayTaskError)
@@ -191,7 +196,9 @@ def test_a_worker_that_always_dies_is_an_error():
     assert run.counts().worker_deaths == 2
 
 
-def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(tmp_path):
+def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(
+    either_ray, tmp_path
+):
     checkpoint = engines.Checkpoint(tmp_path, None, None, resume=False)
     job = make_job(1, 10**6)
     with engines.ray(job, checkpoint=checkpoint, max_deaths=1) as run:
@@ -210,6 +217,7 @@ def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(tmp_pa
         assert "more than max_deaths" in raised.value.__notes__[0]
 
 
+@on_cluster
 def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
     directory = tmp_path / "run"
     checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
@@ -231,7 +239,7 @@ def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
     assert not directory.exists()
 
 
-def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
+def test_without_a_checkpoint_a_server_that_dies_ends_the_run(either_ray):
     with engines.ray(make_job(1)) as run:
         next(run.pushes)
         kill(run.server.actor)
@@ -243,6 +251,7 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run():
 # The end.
 
 
+@on_cluster
 def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
     job = make_job(2, 60)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=28, every_seconds=None)
@@ -261,6 +270,7 @@ def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
     assert counts.lost == len(pushes) - 60 > 0
 
 
+@on_cluster
 def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     job = make_job([worker()] * 2, 10**6)
     with (
@@ -278,7 +288,7 @@ def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     assert len(list_all(engines.simulated, job, checkpoint=tmp_path)) == 9
 
 
-def test_a_stream_that_is_made_in_the_worker_ends_there():
+def test_a_stream_that_is_made_in_the_worker_ends_there(either_ray):
     def make_worker(length):
         stream = None
 
@@ -299,7 +309,7 @@ def test_a_stream_that_is_made_in_the_worker_ends_there():
     assert losses == {*((0, x) for x in range(3)), *((1, x) for x in range(5))}
 
 
-def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
+def test_a_stream_that_cannot_be_sent_to_a_worker_is_told(either_ray):
     stream = (() for _ in range(9))
     job = make_job([worker(), worker(batch=lambda _: next(stream))])
     error, _ = fails(engines.ray, job, TypeError, "cannot pickle 'generator'")
@@ -309,6 +319,7 @@ def test_a_stream_that_cannot_be_sent_to_a_worker_is_told():
     assert note.endswith("let batch make it when it is first called.")
 
 
+@on_cluster
 def test_ray_shutdown_in_the_loop_is_named(tmp_path):
     # A process of its own, as the cluster of these tests has to stay.
     code = """
@@ -344,6 +355,85 @@ with contextlib.suppress(KeyError), engines.ray(job, checkpoint=checkpoint) as r
     assert done.stderr.count("no checkpoint was written: RuntimeError") == 1
 
 
+# The cluster: these look at what Ray is told, so they need the stand-in.
+
+
+@pytest.fixture
+def not_connected(monkeypatch):
+    """The stand-in, and what `connect` was asked; no test ends by `SIGTERM`."""
+    asked = []
+    monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
+    monkeypatch.setattr(engine, "connect", lambda *given: asked.append(given))
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with ray_here.stand_in(connected=False) as stand_in:
+        yield stand_in, asked
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.parametrize("address", [None, "there:6379"])
+@pytest.mark.every
+def test_a_run_connects_and_leaves_all_as_it_was(address, not_connected):
+    ray, asked = not_connected
+    options = {"address": address, "connect_timeout": 7.0}
+    with engines.ray(make_job(2, 6), **options) as run:
+        own = {"address": "local", "num_cpus": 3, "include_dashboard": False}
+        expected = {"address": address} if address else own
+        quiet = {"log_to_driver": False, "logging_level": logging.ERROR}
+        assert ray.given == expected | quiet
+        assert asked == ([(address, 7.0)] if address else [])
+        assert signal.getsignal(signal.SIGTERM) is not ray_here.on_sigterm
+        assert len(list(run.pushes)) == 6
+        assert ray.is_initialized()
+    assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
+
+
+def test_sigterm_ends_a_run_and_its_cluster(not_connected):
+    ray, _ = not_connected
+
+    def go():
+        with engines.ray(make_job(1, 10**6)) as run:
+            for push in run.pushes:
+                if push.number == 2:
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(SystemExit) as raised:
+        go()
+    assert raised.value.code == 143
+    assert not ray.is_initialized()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_ends_a_wait_for_a_cluster(not_connected, monkeypatch):
+    ray, _ = not_connected
+
+    def connect(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("it goes on")
+
+    monkeypatch.setattr(engine, "connect", connect)
+    with (
+        pytest.raises(SystemExit) as raised,
+        engines.ray(make_job(), address="there:6379"),
+    ):
+        pass
+    assert raised.value.code == 143
+    assert not ray.given
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_connection_that_is_closed_in_the_loop_is_named(not_connected):
+    ray, _ = not_connected
+    closed = pytest.raises(RuntimeError, match="connection to Ray is closed")
+    with closed, engines.ray(make_job(1, 10**6)) as run:
+        next(run.pushes)
+        ray.shutdown()
+        for ask in (lambda: next(run.pushes), run.server.state):
+            with pytest.raises(RuntimeError, match="connection to Ray is closed"):
+                ask()
+
+
 # Errors of workers, and jobs that are refused.
 
 
@@ -361,7 +451,7 @@ class WithDeletedArray(Exception):
         self.array.delete()
 
 
-def test_an_error_of_the_server_ends_the_run():
+def test_an_error_of_the_server_ends_the_run(either_ray):
     """An option of the job reaches it."""
     job = make_job([worker(lambda params: (0.0, params * jnp.nan))])
     with engines.ray(job._replace(require_finite=True)) as run:
@@ -374,7 +464,7 @@ def test_an_error_of_the_server_ends_the_run():
 
 
 @pytest.mark.parametrize("make", [lambda text: TwoArguments(7, text), WithDeletedArray])
-def test_an_error_that_cannot_be_pickled_is_its_workers(make):
+def test_an_error_that_cannot_be_pickled_is_its_workers(either_ray, make):
     def failing(params):
         raise make("a bad batch")
 
@@ -384,7 +474,9 @@ def test_an_error_that_cannot_be_pickled_is_its_workers(make):
     assert run.counts()[-4:-1] == (1, 0, 1)
 
 
-def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(tmp_path):
+def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(
+    either_ray, tmp_path
+):
     list_all(engines.simulated, make_job(2, 3), checkpoint=tmp_path)
     wider = make_job(2, 9, params=jnp.zeros(2))
     match = r"it has float32\[\], and this job float32\[2\]"
@@ -398,7 +490,7 @@ def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(tmp_path):
         assert numbers == [*range(first, first + len(numbers))]
 
 
-def test_a_worker_has_no_device_of_another_process():
+def test_a_worker_has_no_device_of_another_process(either_ray):
     here = worker(device=jax.devices()[0])
     says = "worker 0 is a process of its own"
     fails(engines.ray, make_job([here]), ValueError, says)
@@ -412,7 +504,7 @@ def test_a_worker_has_no_device_of_another_process():
 # Workers that come and go.
 
 
-def test_workers_come_and_go(tmp_path):
+def test_workers_come_and_go(either_ray, tmp_path):
     job, options = make_job(2, 10**6), {"num_cpus": 0}
     with engines.ray(job, checkpoint=tmp_path, worker_options=options) as run:
         pushes = [next(run.pushes) for _ in range(10)]

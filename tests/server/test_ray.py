@@ -14,11 +14,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests.conftest import ON_RAY
+from gradxform._ray import wire
+from tests import ray_here
+from tests.conftest import on_cluster
 
 ray = pytest.importorskip("ray")
-
-pytestmark = ON_RAY
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +54,18 @@ def assert_identical(tree, other):
 # The server.
 
 
-@pytest.mark.parametrize("where", ["here", "actor"])
-def test_each_method_takes_its_arguments_by_keyword(where):
+@pytest.mark.parametrize("where", ["actor", "here"])
+@pytest.mark.quick_case("here-actor")
+def test_each_method_takes_its_arguments_by_keyword(either_ray, where):
     given = {"params": {"w": jnp.ones((4, 2))}, "tx": optax.sgd(1.0), "donate": True}
     if where == "here":
         server = gx.ParameterServer(**given, require_finite=True)
         called = lambda name, **kw: getattr(server, name)(**kw)  # noqa: E731
     else:
-        server = ray.remote(gx.ParameterServer).remote(**given, require_finite=True)
-        called = lambda name, **kw: ray.get(getattr(server, name).remote(**kw))  # noqa: E731
+        server = either_ray.remote(gx.ParameterServer).remote(
+            **given, require_finite=True
+        )
+        called = lambda name, **kw: either_ray.get(getattr(server, name).remote(**kw))  # noqa: E731
     part, step = called("pull", rows={"w": [3, 1]}, dtype=jnp.bfloat16)
     assert part["w"].indices.tolist() == [1, 3]
     assert part["w"].dtype == jnp.bfloat16
@@ -76,6 +79,7 @@ def test_each_method_takes_its_arguments_by_keyword(where):
     called("close")
 
 
+@on_cluster
 def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
     seen = push_some(server, 3).global_step
     before = ray.get(server.state.remote())
@@ -93,6 +97,7 @@ def test_a_bad_push_raises_at_the_caller_and_changes_nothing(server):
     assert push_some(server, 1)[:3] == (True, 0, seen + 1)
 
 
+@on_cluster
 def test_a_restarted_actor_counts_its_lost_pushes():
     make = ray.remote(gx.ParameterServer).options(max_concurrency=4, max_restarts=1)
     server = make.remote({"w": jnp.ones(2)}, gx.drop_stale(optax.sgd(0.5), 4))
@@ -129,6 +134,7 @@ def test_a_restarted_actor_counts_its_lost_pushes():
     assert push_some(server, 1)[:3] == (True, 0, 3)
 
 
+@on_cluster
 def test_waiting_calls_leave_module_for_a_push(server):
     _, seen = ray.get(server.pull.remote())
     waiting = [server.wait.remote(seen) for _ in range(3)]
@@ -159,6 +165,7 @@ def in_band(tree):
     return len(pickled), sum(buffer.raw().nbytes for buffer in beside)
 
 
+@on_cluster
 def test_arrays_travel_beside_the_message():
     params = {
         "half": jnp.arange(1000.0).astype(jnp.bfloat16),
@@ -190,9 +197,26 @@ def test_arrays_travel_beside_the_message():
     chex.assert_trees_all_close(later, wanted)
 
 
+def test_arrays_arrive_as_they_were_sent(either_ray):
+    wire.register()
+    half = jnp.arange(1000.0).astype(jnp.bfloat16)
+    for x in half, half.reshape(10, 5, 20), jnp.zeros((0, 3)), jnp.array([True, False]):
+        assert_identical(either_ray.get(either_ray.put(x)), x)
+    weak = jnp.asarray(2.0)
+    assert weak.weak_type
+    assert_identical(either_ray.get(either_ray.put(weak)), weak)
+    if isinstance(either_ray, ray_here.Ray):
+        message, (beside,) = ray_here.packed(half)
+        assert (len(message) < 500, beside.nbytes) == (True, half.nbytes)
+    else:
+        message, beside = in_band(half)
+        assert (message < 500, beside) == (True, half.nbytes)
+
+
 DTYPES = "float32", "bfloat16", "float16", "int8", "uint32", "bool", "complex64"
 
 
+@on_cluster
 def test_arrays_of_any_dtype_travel_beside_the_message(server):
     ray.get(server.pull.remote())  # From then on this process sends them so.
     rng = np.random.default_rng(0)
@@ -208,14 +232,14 @@ def memory_of(params):
     return [x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)]
 
 
-def test_a_version_is_published_once():
+def test_a_version_is_published_once(either_ray):
     params = {"w": jnp.ones(100_000), "t": jnp.ones((1000, 50))}
     tx = gx.conditional_accumulator(optax.sgd(0.5), 2)
-    server = ray.remote(gx.ParameterServer).options(max_concurrency=4)
+    server = either_ray.remote(gx.ParameterServer).options(max_concurrency=4)
     server = server.remote(params, tx)
 
     def pull(rows=None):
-        return ray.get(server.pull.remote(rows))
+        return either_ray.get(server.pull.remote(rows))
 
     (first, seen), (again, _) = pull(), pull()
     assert memory_of(first) == memory_of(again)  # Both look at Ray's store.
@@ -223,26 +247,27 @@ def test_a_version_is_published_once():
     assert memory_of(part["w"]) == memory_of(other["w"])
     assert memory_of(part["w"]) != memory_of(first["w"])
     ones = jax.tree.map(jnp.ones_like, params)
-    ray.get(server.push.remote(ones, seen))  # It is added, and changes nothing.
+    either_ray.get(server.push.remote(ones, seen))  # It is added, and changes nothing.
     third, _ = pull()
     assert memory_of(third) == memory_of(first)
     kept = jax.tree.map(np.array, first)
     jax.jit(lambda p: jax.tree.map(jnp.zeros_like, p), donate_argnums=0)(again)
-    ray.get(server.push.remote(ones, seen))
+    either_ray.get(server.push.remote(ones, seen))
     new, later = pull()
     assert later == seen + 1
     assert not {*memory_of(new)} & {*memory_of(first)}
     chex.assert_trees_all_equal(first, kept)  # Donation leaves pulled arrays alone.
     chex.assert_trees_all_close(new, jax.tree.map(lambda x: x - 0.5, kept))
-    state = ray.get(server.state.remote())
-    ray.get(server.restore.remote(state | {"params": kept}))
+    state = either_ray.get(server.state.remote())
+    either_ray.get(server.restore.remote(state | {"params": kept}))
     assert pull()[1] == later  # Other parameters at the same step.
     chex.assert_trees_all_equal(pull()[0], kept)
-    ray.get(server.close.remote())
+    either_ray.get(server.close.remote())
     with pytest.raises(gx.ServerClosedError):
         pull()
 
 
+@on_cluster
 def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
     table = np.random.default_rng(0).standard_normal((1000, 8)).astype(np.float32)
     params = {"table": jnp.asarray(table), "w": jnp.ones(3)}
@@ -265,6 +290,7 @@ def test_rows_of_a_table_are_pulled_and_pushed_through_ray():
         ray.get(server.pull.remote(rows={"table": [1001]}))
 
 
+@on_cluster
 def test_a_version_is_pulled_while_a_step_runs(tmp_path):
     go_on, running = tmp_path / "go_on", tmp_path / "running"
 

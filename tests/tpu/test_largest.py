@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +24,23 @@ HOST_HAS_ALL = "master weights, layers, all of it on the host"
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-def test_one_chip_holds_a_large_model():
-    """Of 6.5 billion parameters; their state is on the host."""
+def test_one_chip_holds_a_large_model(monkeypatch):
+    """Of 6.5 billion parameters; their state is on the host: five times their bytes.
+
+    With 1,024 tokens it is 0.92 GiB more, and compiles twice as long.
+    """
+    monkeypatch.setattr(largest, "LENGTH", 128)
     chip = mesh("v5e:2x2")
     training = trainings.TRAININGS["master weights, layers, state on the host"]
     layers = round(6.5e9 / (12 * trainings.MODEL["width"] ** 2))
-    on_chip, on_host = largest.needed(largest.lower(training, layers, chip), 15.75)
-    assert on_chip <= 15.75
-    assert on_host > 6.0 * 6.5  # GiB; bytes of state for each parameter.
+    found = largest.lower(training, layers, chip).compile().memory_analysis()
+    on_chip, on_host = largest.kept(found, 15.75)
+    n = size(trainings.shapes(training, layers, chip)[0])
+    assert n >= 2 * 6.5e9
+    assert on_chip <= 1.08 * n / 2**30
+    assert on_host == pytest.approx(5 * n / 2**30, rel=0.001)
+    assert found.host_alias_size_in_bytes == found.host_argument_size_in_bytes
+    assert found.host_temp_size_in_bytes == 0
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -155,21 +165,40 @@ def test_parameters_come_and_go_a_layer_at_a_time(dtype):
     assert found.temp_size_in_bytes + found.output_size_in_bytes <= 0.07 * size(stacks)
 
 
-# The bytes that come to the chip or are computed there by layers, as a part of those on
-# the host. One more array of all layers would be a sixth or a third. Arrays of 8 bits
-# come whole without a flag (see above), and nothing is left to move in the loops.
-AT_ONCE = {"layers, all of it on the host": 0.55, HOST_HAS_ALL: 0.4}
+class Played(NamedTuple):
+    """A batch, and bounds for what the loops do with it.
+
+    Attributes:
+      shape: of the tokens. Few of them compile sooner, but there is little arithmetic
+        beside which layers could move.
+      at_once: the bytes that come to the chip or are computed there by layers, as a
+        part of those on the host. One more array of all layers would be a sixth.
+      ratios: of an iteration, forward and backward, to the arithmetic or the transfers.
+    """
+
+    shape: tuple[int, int]
+    at_once: float
+    ratios: tuple[float, float]
+
+
+# Arrays of 8 bits come whole without a flag (see above), and nothing is left to move in
+# the loops.
+PLAYED = {
+    "layers, all of it on the host": Played((8, 1024), 0.55, (1.1, 1.25)),
+    HOST_HAS_ALL: Played((1, 128), 0.12, (1.1, 1.4)),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("name", PLAYED)
 def test_the_loops_move_layers_beside_the_arithmetic(name):
-    """Of 16 layers, with 8,192 tokens, over a link of 32 GB/s in each direction."""
-    step = schedule.compiled(trainings.TRAININGS[name], 16, 8)
+    """Of 16 layers, over a link of 32 GB/s in each direction."""
+    played = PLAYED[name]
+    step = schedule.compiled(trainings.TRAININGS[name], 16, played.shape)
     program, found = Program(step.as_text()), step.memory_analysis()
-    forward, backward = schedule.loops(program)
-    assert schedule.played(program, forward, 32e9)["ratio"] <= 1.1
-    assert schedule.played(program, backward, 32e9)["ratio"] <= 1.25
-    assert found.temp_size_in_bytes <= AT_ONCE[name] * found.host_argument_size_in_bytes
+    for loop, ratio in zip(schedule.loops(program), played.ratios, strict=True):
+        assert schedule.played(program, loop, 32e9)["ratio"] <= ratio
+    most = played.at_once * found.host_argument_size_in_bytes
+    assert found.temp_size_in_bytes <= most
     assert found.argument_size_in_bytes <= 2**20  # The tokens, and what is small.

@@ -365,26 +365,22 @@ def test_scans_that_only_read_layers_need_no_copy(name):
     assert found.temp_size_in_bytes <= 0.02 * 2**26
 
 
-@pytest.mark.parametrize(
-    ("tx", "dtype", "of_state", "bound"),
-    [
-        (optax.adamw(0.1), "float32", 2, 0.54),
-        (gx.master_weights(optax.adamw(0.1)), "bfloat16", 5, 0.45),
-    ],
-)
 @pytest.mark.usefixtures("standard_promotion")
-def test_layers_bring_little_of_a_state_on_the_host(tx, dtype, of_state, bound):
-    """Beside parameters. On the device state and temporaries would be 2.4 and 5.2 N."""
-    chip = mesh("v5e:2x2")
-    params = placed(transformer(16, 1024, vocabulary=256, dtype=dtype), chip)
+def test_layers_bring_little_of_a_state_on_the_host():
+    """Beside parameters. On the device state and temporaries would be 2.4 N.
+
+    With master weights, ``test_one_chip_holds_a_large_model`` asks the same.
+    """
+    chip, tx = mesh("v5e:2x2"), optax.adamw(0.1)
+    params = placed(transformer(16, 1024, vocabulary=256), chip)
     state = gx.on_host(placed(jax.eval_shape(tx.init, params), chip))
     tokens = placed(jax.ShapeDtypeStruct((1, 16), jnp.int32), chip)
     step = gx.minimize(next_tokens, tx, layers=("layers",))
     found = step.lower(params, state, tokens).compile().memory_analysis()
     n = size_on_a_chip(params)
     on_device = found.argument_size_in_bytes + found.temp_size_in_bytes
-    assert on_device <= (1 + bound) * n
-    assert found.host_argument_size_in_bytes == pytest.approx(of_state * n, rel=0.01)
+    assert on_device <= 1.54 * n
+    assert found.host_argument_size_in_bytes == pytest.approx(2 * n, rel=0.01)
     assert found.host_alias_size_in_bytes == found.host_argument_size_in_bytes
     assert found.host_temp_size_in_bytes == 0
 

@@ -18,9 +18,9 @@ AUTOMATIC, EXPLICIT = AxisType.Auto, AxisType.Explicit
 
 
 MODELS = {
-    "transformer": (transformer(16, 256), (4, 4), 2 / 16, 8),
+    "transformer": (transformer(16, 128), (4, 4), 2 / 16, 8),
     # 12 leaves on 16 chips.
-    "leaves": (leaves(12, 256), (4, 4), 2 / 16 * 16 / 12, 6),
+    "leaves": (leaves(12, 128), (4, 4), 2 / 16 * 16 / 12, 6),
     "256 chips": (stack(256, 256), (16, 16), 2 / 256, 2),
 }
 
@@ -54,18 +54,23 @@ def test_bfloat16_travels_as_it_is():
     assert pod.nbytes(pod.collectives(program.as_text())) <= (moved + 0.001) * size
 
 
-@pytest.mark.parametrize(("name", "share"), [("transformer", 0.6), ("leaves", 0.25)])
+@pytest.mark.parametrize(("name", "share"), [("transformer", 0.35), ("leaves", 0.25)])
 def test_fewer_temporaries_than_without(name, share):
     ours, theirs = (compiled(name, wrap=wrap)[0] for wrap in (True, False))
     ours, theirs = (x.memory_analysis().temp_size_in_bytes for x in (ours, theirs))
     assert ours <= share * theirs
 
 
+@functools.cache
+def of_a_stack(name, axis_type=AUTOMATIC, *, wrap=True):
+    """The same of 16 matrices, with another optimizer."""
+    return step(stack(16, 128)[0], ALL[name](), (4, 4), axis_type, wrap=wrap)
+
+
 @pytest.mark.parametrize("axis_type", [AUTOMATIC, EXPLICIT], ids=["auto", "explicit"])
 @pytest.mark.parametrize("name", ALL)
 def test_the_state_of_a_stack_does_not_travel(name, axis_type):
-    model, _ = stack(16, 128)
-    program, size = step(model, ALL[name](), (4, 4), axis_type, wrap=True)
+    program, size = of_a_stack(name, axis_type)
     found = pod.collectives(program.as_text())
     assert pod.by_kind(found) == "2 all-to-all"
     assert pod.nbytes(found) <= (2 / 16 + 0.01) * size
@@ -85,11 +90,10 @@ def test_the_state_of_leaves_travels_once(name):
     assert pod.nbytes(found) <= (OF_LEAVES[name] + 0.1) * size
 
 
-@pytest.mark.parametrize("name", ["soap", "shampoo", "kron"])
-def test_fewer_temporaries_than_without_it(name):
-    model, _ = stack(16, 256)
-    ours, theirs = (
-        step(model, ALL[name](), (4, 4), AUTOMATIC, wrap)[0] for wrap in (True, False)
-    )
+@pytest.mark.parametrize(
+    ("name", "share"), [("soap", 0.42), ("shampoo", 0.55), ("kron", 0.48)]
+)
+def test_fewer_temporaries_than_without_it(name, share):
+    ours, theirs = (of_a_stack(name, wrap=wrap)[0] for wrap in (True, False))
     ours, theirs = (x.memory_analysis().temp_size_in_bytes for x in (ours, theirs))
-    assert ours <= 0.85 * theirs
+    assert ours <= share * theirs

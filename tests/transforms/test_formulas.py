@@ -106,6 +106,7 @@ RULES = [
 ]
 
 
+@pytest.mark.slow  # The next test has the options, in one program.
 @pytest.mark.parametrize(
     ("name", "options"), RULES, ids=[f"{n}-{describe(o)}" for n, o in RULES]
 )
@@ -126,6 +127,78 @@ def test_parameters_and_state_are_those_of_the_formula(name, options):
             if name == "delayed_nesterov":
                 counts = {*map(int, state[0].count.values())}
                 assert counts == {t % options["num_delay"]}
+
+
+# Each option of these at least once, in one program.
+TOGETHER = {
+    "novograd in the momentum": (
+        "novograd",
+        {"learning_rate": schedule, "lr_in_momentum": True, "nesterov": True}
+        | {"b1": 0.5, "b2": 0.3, "eps": 0.3, "eps_in_sqrt": False},
+    ),
+    "novograd decays": (
+        "novograd",
+        {"weight_decay": 0.1, "grad_averaging": True, "global_clipnorm": 1.0}
+        | {"mask": {"k": True, "s": False, "frozen": True}},
+    ),
+    "novograd clips": ("novograd", {"clipnorm": 0.5, "weight_decay": 0.2, "eps": 0.0}),
+    "adagrad": ("adagrad", {"eps": 0.3, "clipvalue": 0.2, "learning_rate": schedule}),
+    "adagrad by rows": (
+        "adagrad",
+        {"row_wise": True, "eps": 0.3, "eps_in_sqrt": False},
+    ),
+    "adagrad by clipped rows": (
+        "adagrad",
+        {"row_wise": True, "clipnorm": 1.0, "initial_accumulator_value": 0.0},
+    ),
+    "ftrl": (
+        "ftrl",
+        {"learning_rate": schedule, "learning_rate_power": -0.7, "beta": 0.2}
+        | {"l1_regularization_strength": 0.1, "l2_regularization_strength": 0.3}
+        | {"l2_shrinkage_regularization_strength": 0.05, "clipnorm": 1.0},
+    ),
+    "ftrl multiplied": (
+        "ftrl",
+        {"multiply_linear_by_learning_rate": True, "initial_accumulator_value": 0.2}
+        | {"l1_regularization_strength": 0.1, "l2_regularization_strength": 0.1},
+    ),
+    "proximal adagrad": (
+        "proximal_adagrad",
+        {"learning_rate": schedule, "initial_accumulator_value": 0.3}
+        | {"l1_regularization_strength": 0.1, "l2_regularization_strength": 0.2},
+    ),
+    "delayed nesterov": ("delayed_nesterov", {"num_delay": 3, "activation": 0.2}),
+}
+
+
+def test_options_of_many_formulas_in_one_program():
+    def of(tree):
+        return {k: tree[k] for k in ("k", "s", "frozen")}
+
+    options = {k: {"learning_rate": 0.1} | x for k, (_, x) in TOGETHER.items()}
+    made = {k: factory(name)(**options[k]) for k, (name, _) in TOGETHER.items()}
+    start = of(initial_params())
+    grads = [of(g) for g in sequence(1, steps=4)]
+
+    @jax.jit
+    def run(params, grads):
+        def step(carried, g):
+            new = {k: gx.apply_gradients(tx, g, *carried[k]) for k, tx in made.items()}
+            carried = {k: (state, params) for k, (params, state) in new.items()}
+            return carried, carried
+
+        first = {k: (tx.init(params), params) for k, tx in made.items()}
+        return jax.lax.scan(step, first, grads)[1]
+
+    stacked = jax.tree.map(lambda *leaves: np.float32(leaves), *grads)
+    found = jax.device_get(run(jax.tree.map(np.float32, start), stacked))
+    for k, (name, _) in TOGETHER.items():
+        state, params = found[k]
+        expected = getattr(oracles, name)(start, iter(grads), **options[k])
+        for t, (wanted, *kept) in enumerate(expected):
+            agree({leaf: x[t] for leaf, x in params.items()}, wanted, 1e-4)
+            for got, each in zip(fields(name, state), kept, strict=False):
+                agree({leaf: x[t] for leaf, x in got.items()}, each, 1e-4)
 
 
 @pytest.mark.parametrize("eps_in_sqrt", [True, False])

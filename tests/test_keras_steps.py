@@ -1,0 +1,147 @@
+"""``gradxform.keras.Optimizer`` on variables alone, against NumPy.
+
+Training by ``fit`` is in `test_keras_fit`, which is slow. Here nothing is compiled.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import gradxform as gx
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ impl:DeprecationWarning")
+
+
+@pytest.fixture
+def keras(monkeypatch, standard_promotion):
+    monkeypatch.setenv("KERAS_BACKEND", "jax")
+    return pytest.importorskip("keras")
+
+
+def make(tx, **options):
+    from gradxform.keras import Optimizer
+
+    return Optimizer(tx, **options)
+
+
+def momentum(rate=0.5):
+    return optax.sgd(rate, momentum=0.5)
+
+
+def variables(keras):
+    """Two have one name, as layers may give it."""
+    return [
+        keras.Variable(np.full(2, x, np.float32), name=name)
+        for x, name in ((1.0, "a"), (2.0, "b"), (3.0, "a"))
+    ]
+
+
+def values(of):
+    return [np.asarray(x.value).tolist() for x in of]
+
+
+def test_steps_are_those_of_numpy(keras):
+    given, gradient = variables(keras), jnp.ones(2)
+    optimizer = make(gx.drop_stale(optax.inject_hyperparams(momentum)(rate=0.5), 0))
+    optimizer.build(given)
+    optimizer.build([])  # It is built.
+    optimizer.apply([gradient, gradient, 3 * gradient])
+    assert values(given) == [[0.5] * 2, [1.5] * 2, [1.5] * 2]
+    # What has no gradient stays.
+    optimizer.apply([gradient, 2 * gradient], [given[2], given[0]])
+    assert values(given) == [[-0.75] * 2, [1.5] * 2, [0.25] * 2]
+    assert int(optimizer.iterations.value) == 2
+    assert optimizer.variables[0] is optimizer.iterations
+    assert len(optimizer.variables) == 1 + len(optimizer._leaves)
+    (steps,) = [x for x in optimizer.variables if "global_step" in x.path]
+    assert int(steps.value) == 2
+    assert [x.path for x in optimizer.variables if "trace" in x.path][-1].endswith(
+        "a_2"
+    )
+
+
+def test_a_rate_is_read_and_set_before_and_after_it_is_built(keras):
+    given = variables(keras)
+
+    def rated(learning_rate):
+        return optax.sgd(learning_rate)
+
+    optimizer = make(optax.inject_hyperparams(rated)(learning_rate=0.25))
+    assert float(optimizer.learning_rate.value) == 0.25
+    optimizer.learning_rate = 0.5
+    optimizer.build(given)
+    assert float(optimizer.learning_rate.value) == 0.5
+    optimizer.apply([jnp.ones(2)] * 3)
+    assert values(given) == [[0.5] * 2, [1.5] * 2, [2.5] * 2]
+    optimizer.learning_rate = 1.0
+    optimizer.apply([jnp.ones(2)] * 3)
+    assert values(given) == [[-0.5] * 2, [0.5] * 2, [1.5] * 2]
+    with pytest.raises(TypeError, match="learning_rate must be a number"):
+        optimizer.learning_rate = lambda step: 0.1
+    scheduled = make(optax.inject_hyperparams(rated)(learning_rate=lambda step: 0.1))
+    with pytest.raises(AttributeError, match="comes from a schedule"):
+        scheduled.learning_rate = 0.1
+    with pytest.raises(AttributeError, match="holds 0 learning rates"):
+        _ = make(momentum()).learning_rate
+
+
+def test_random_keys_of_a_state_go_on(keras):
+    given = variables(keras)
+    noise = optax.add_noise(1.0, 0.0, jax.random.key(3))
+    optimizer = make(noise)
+    optimizer.build(given)
+    (keys,) = [x for x in optimizer._leaves.values() if x.key is not None]
+    first = np.asarray(keys.variable.value)
+    assert (first == np.asarray(jax.random.key_data(jax.random.key(3)))).all()
+    optimizer.apply([jnp.ones(2)] * 3)
+    params = {str(i): jnp.ones(2) for i in range(3)}
+    _, after = noise.update(params, noise.init(params))
+    expected = jax.random.key_data(after.rng_key)
+    assert (np.asarray(keys.variable.value) == np.asarray(expected)).all()
+
+
+def test_what_is_a_part_of_the_transformation_is_refused(keras):
+    optimizer = make(momentum())
+    for name in ("clipnorm", "weight_decay", "use_ema"):
+        with pytest.raises(AttributeError, match=f"^{name} has no effect here"):
+            setattr(optimizer, name, 0.1)
+        setattr(optimizer, name, None)
+    with pytest.raises(AttributeError, match=r"^exclude_from_weight_decay has no"):
+        optimizer.exclude_from_weight_decay(["a"])
+    with pytest.raises(TypeError, match="tx must be a GradientTransformation"):
+        make(3)
+    scaled = optax.GradientTransformationExtraArgs(
+        lambda params: (), lambda updates, state, params=None, *, value: (updates, ())
+    )
+    with pytest.raises(TypeError, match=r"With these alone its update fails.*value"):
+        make(scaled).build(variables(keras))
+    make(scaled).build([])  # It makes no step.
+
+
+def registered():
+    return momentum(1.0)
+
+
+def test_a_config_makes_the_same_optimizer(keras):
+    function = keras.saving.register_keras_serializable("of a test")(registered)
+    adagrad = gx.from_config({"name": "adagrad", "learning_rate": 0.5})
+    for tx in (function, adagrad):
+        optimizer = make(tx, loss_scale_factor=4.0, name="mine")
+        config = optimizer.get_config()
+        assert (config["loss_scale_factor"], config["name"]) == (4.0, "mine")
+        again = type(optimizer).from_config(config)
+        assert again.get_config() == config
+        assert (again.loss_scale_factor, again.name) == (4.0, "mine")
+        of_both = []
+        for each in (optimizer, again):
+            given = variables(keras)
+            each.apply([jnp.full(2, 4.0)] * 3, given)
+            of_both.append(values(given))
+        assert of_both[0] == of_both[1]
+        if tx is function:
+            assert of_both[0] == [[0.0] * 2, [1.0] * 2, [2.0] * 2]
+    for tx in (momentum(), lambda: optax.sgd(0.5)):
+        with pytest.raises(TypeError, match="Keras cannot save this optimizer"):
+            make(tx).get_config()
