@@ -79,10 +79,11 @@ def test_the_number_next_to_another_and_the_part_of_the_way_there():
 
 def test_thresholds_are_spread_evenly():
     counts = np.arange(64)
-    found = half.even_threshold(jnp.asarray(counts, jnp.int32))
+    found = jax.jit(half.even_threshold)(counts.astype(np.int32))
     golden = (np.sqrt(5) - 1) / 2
     np.testing.assert_allclose(found, (0.5 + counts * golden) % 1, atol=2e-5)
-    infinite = half.difference(jnp.float32([np.inf, 3, 2]), jnp.float32([np.inf, 1, 2]))
+    ends = np.float32([[np.inf, 3, 2], [np.inf, 1, 2]])
+    infinite = jax.jit(half.difference)(*ends)
     assert infinite.tolist() == [0, 2, 0]
 
 
