@@ -20,6 +20,8 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 FEW = 4
 SHAPES = {"a": (2, 3), "b": (3, 2), "c": (2, 3, 1)}
 TIED = {"scan", "while", "cond", "optimization_barrier", "checkpoint"}
+# A branch of it has a number of all products: they are computed again for each leaf.
+AGAIN = {41}
 
 
 def each(f, *trees):
@@ -117,9 +119,8 @@ def test_each_operation_is_of_one_leaf(part):
             if eqn.primitive.name in TIED:
                 made = set().union(*(of[x] for x in large(eqn.outvars)))
                 assert len(made) <= 1, (seed, eqn)
-        # Only for a number of all leaves in a branch products are computed twice.
-        n, m = (x.ran["dot_general"] for x in (before, after))
-        assert n == m or (seed == 41 and n < m < 2 * n), seed
+        once, here = (x.ran["dot_general"] for x in (before, after))
+        assert here == once or (seed in AGAIN and here < 2 * once), seed
 
 
 def test_a_loop_that_mixes_leaves_stays_one():

@@ -143,6 +143,7 @@ MIXED = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", MIXED)
 def test_a_loop_that_mixes_parameters_is_refused_by_name(name):
     with pytest.raises(TypeError, match=f"{name}.*matrices of several parameters"):
