@@ -259,6 +259,7 @@ def test_ours_goes_on_from_a_state_of_optax(switch, setting, half, tmp_path):
     assert bits(restore(tmp_path / "checkpoint", (params, fresh))) == bits(adopted)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "ours",

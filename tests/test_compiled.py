@@ -581,6 +581,7 @@ def test_micro_batches_keep_no_copy_of_their_gradients(inner, write, scanned):
     assert step.memory_analysis().temp_size_in_bytes < 0.15 * size(params)
 
 
+@pytest.mark.slow
 def test_micro_batches_on_a_mesh_need_no_module_either():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     rows = NamedSharding(mesh, P("x"))

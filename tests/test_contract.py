@@ -672,6 +672,7 @@ def check_traced_types(row, tx, grads, params):
         assert types(after) == types(state)
 
 
+@pytest.mark.slow
 @in_turn(0)
 def test_multi_steps_acts_once_on_the_mean(row, compiled, standard_promotion):
     params, grads = draw(0), draw(1)
@@ -727,6 +728,7 @@ def test_vmap_and_scan_equal_loops(row, compiled):
     chex.assert_trees_all_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @in_turn(3)
 def test_derivatives_through_the_update_are_finite(row):
     params, grads, tx = draw(0)["w"], draw(1)["w"], row.make()
@@ -808,6 +810,7 @@ def of_rows(seed, indices):
     return table_and_bias(seed) | {"table": rows}
 
 
+@pytest.mark.slow
 def test_sparse_updates_are_the_dense_ones(row):
     """On the touched rows alone, or behind densify, where the row says so."""
     # A row that one push touches, the next one may leave. No push touches row 2.

@@ -270,6 +270,7 @@ def test_two_values_of_a_prefix_for_one_leaf_are_refused():
             tx.init(params)
 
 
+@pytest.mark.slow
 def test_nnx_forwards_extra_arguments():
     model = nnx.Linear(64, 10, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, late(), wrt=nnx.Param)

@@ -247,6 +247,7 @@ def test_a_row_of_an_outer_optimizer_equals_the_authors_runs(method):
 EQUATIONS = {"Rescaled ASGD": "tests/contrib/test_scale_by_worker.py"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", PAPERS)
 def test_a_row_of_the_page_equals_the_authors_runs(method):
     case = CASES[PAPERS[method]]

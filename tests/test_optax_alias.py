@@ -105,6 +105,7 @@ OPTIMIZERS = {
 
 
 # optax's own code multiplies floats by integers and booleans.
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -102,6 +102,7 @@ def test_every_schedule_of_tensorflow_has_a_row():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("case", RATES, ids=lambda case: case["name"])
 def test_a_row_has_the_rates_of_tensorflow(case):
@@ -500,6 +501,7 @@ def test_every_key_has_a_row():
     assert KEYS.keys() == POLICIES.keys() | CHECKS.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("key", CHECKS)
 def test_a_key_of_openseq2seq_does_what_its_row_does(key):

@@ -23,6 +23,7 @@ def draw(*shape, dtype="float32", seed=0):
     return jnp.asarray(np.asarray(rng.standard_normal(shape), jnp.dtype(dtype)))
 
 
+@pytest.mark.slow
 def test_with_one_worker_it_is_nesterov_momentum(standard_promotion):
     """It equals optax's to the bit."""
     params, grads = {"w": draw(2, 3)}, draw(PUSHES, 2, 3, seed=1)

@@ -109,6 +109,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("around", AROUND)
 def test_in_a_sum_it_is_that_of_the_means(around, frozen):

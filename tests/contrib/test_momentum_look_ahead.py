@@ -64,6 +64,7 @@ def test_on_either_side_of_the_thresholds(cosine, kind):
         np.testing.assert_allclose(new, expected, rtol=rtol, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("eps", [1e-8, 0.5])
 def test_short_gradients_and_momenta_correct_nothing(eps):
     align = gx.contrib.MomentumAlignment(eps=eps)

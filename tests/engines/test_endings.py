@@ -42,6 +42,7 @@ def assert_nothing_moves(run):
 # A push that was answered but not given counts, and is saved.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("leave", ["stop", "break"])
 def test_a_training_that_is_stopped_or_left_computes_no_more(engine, leave, tmp_path):
     with engine(make_job(3, 10**6), checkpoint=tmp_path) as run:

@@ -69,6 +69,7 @@ def test_threads_wait_for_a_step_that_their_gradients_are_part_of(tmp_path):
     assert state["state"].global_step == 10
 
 
+@pytest.mark.slow
 def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
     pushes, state, first = ended(engine, training(20), checkpoint=tmp_path)
     before = steps_in(tmp_path)

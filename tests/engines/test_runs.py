@@ -172,6 +172,7 @@ def test_a_function_may_give_the_parameters(engine):
     assert ended(engine, job)[1]["params"].w == 3.0 - 40
 
 
+@pytest.mark.slow
 def test_any_optimizer_and_any_tree_will_do(engine, standard_promotion):
     params = {"w": jnp.ones((3, 2)), "half": jnp.ones(2, jnp.bfloat16), "none": None}
 

@@ -252,7 +252,7 @@ def stream(seed, brings):
         yield grads, given, extra
 
 
-@pytest.mark.quick_case("late to the last-mean-update")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "reduction", "how"),
     [  # Two reductions of each weighted gate, one of them by `apply_gradients`.
@@ -758,6 +758,7 @@ def test_last_and_weight_stay_with_the_outermost_accumulator():
     assert updates == (4 + 7) / 2
 
 
+@pytest.mark.slow
 def test_a_gate_around_passes_them_on():
     tx = gx.drop_stale(gx.skip_spikes(gx.accumulate(WHOLE, 5)), 9)
     first = jnp.float32(1), {"weight": 1, "last": False, "local_step": 0}
@@ -765,6 +766,7 @@ def test_a_gate_around_passes_them_on():
     assert after(tx, jnp.zeros(()), first, last)[0] == -4.0
 
 
+@pytest.mark.slow
 def test_delayed_gives_no_older_gradient_the_newest_weight():
     tx = gx.delayed(gx.accumulate(WHOLE, 2), 1)
     state = tx.init(jnp.zeros(()))

@@ -576,6 +576,7 @@ def test_a_line_search_sees_all_parameters():
     np.testing.assert_allclose(got["w"], [[4, 5], [4, 5]], rtol=1e-4)
 
 
+@pytest.mark.slow
 @promoting
 def test_an_accumulator_inside_a_chain_gets_none():
     tx = optax.chain(gx.clip_by_global_norm(1e9), gx.accumulate(optax.adam(0.1), 2))
@@ -727,6 +728,7 @@ def test_a_part_of_a_table_beside_a_leaf_without_a_gradient():
     assert got["frozen"].tolist() == [1.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("nothing", [{"a": None}, {"a": optax.MaskedNode()}])
 def test_a_parameter_that_is_none_does_not_hide_that_another_has_acted(nothing):
     """One leaf has no gradient in the last push of a window, so its sum waits."""

@@ -69,6 +69,7 @@ def test_inner_sees_the_parameters_and_the_extra_arguments_of_today():
     assert seen[-1] == (3, 23)
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_held_is_dense():
     params = {"table": jnp.zeros((4, 2)), "tail": jnp.zeros((4, 2))}
     rows = gx.IndexedSlices([1], jnp.ones((1, 2)), (4, 2))

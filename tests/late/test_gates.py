@@ -279,6 +279,7 @@ def test_a_choice_lets_nothing_of_a_skipped_gradient_through(
     assert optax.tree.get(state, "count") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_choice_gives_the_numbers_of_the_conditional(dtype, monkeypatch):
     inner = optax.chain(gx.clip_by_global_norm(0.5), optax.sgd(RATE))
@@ -372,6 +373,7 @@ def test_no_way_to_train_loses_a_weight(train):
         train(tx, weight=2.0)
 
 
+@pytest.mark.slow
 def test_a_gate_stays_one_in_a_plain_pair_of_functions():
     """``update`` is the gate, so the step of a push that is skipped is not run."""
     tx = gx.skip_spikes(optax.sgd(0.5))

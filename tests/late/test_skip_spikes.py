@@ -120,6 +120,7 @@ def test_the_decisions_are_those_of_the_original(name):
     assert state.skipped_count > 3
 
 
+@pytest.mark.slow
 def test_equal_numbers_are_no_spike_and_any_larger_one_is():
     tx = gx.skip_spikes(optax.sgd(1.0), window=100)
     params = jnp.zeros(())
@@ -132,6 +133,7 @@ def test_equal_numbers_are_no_spike_and_any_larger_one_is():
         assert state.skipped_count == skipped
 
 
+@pytest.mark.slow
 def test_a_skipped_push_changes_counts_and_history_alone():
     tx = gx.skip_spikes(optax.adam(0.1), window=4)
     params = {"w": jnp.ones(3), "half": jnp.ones(2, jnp.bfloat16), "none": None}
@@ -175,6 +177,7 @@ def test_a_loss_may_come_or_not_and_inner_gets_it():
     assert state.skipped_count == 0
 
 
+@pytest.mark.slow
 def test_in_accumulators_it_judges_the_mean_and_around_them_each_micro_batch():
     sgd = optax.sgd(1.0)
     inside = gx.accumulate(gx.skip_spikes(sgd, window=4), 2)
@@ -190,6 +193,7 @@ def test_in_accumulators_it_judges_the_mean_and_around_them_each_micro_batch():
         assert skipped == 1
 
 
+@pytest.mark.slow
 def test_rows_are_summed_once_and_untouched_rows_stay():
     tx = gx.skip_spikes(gx.lazy(optax.adam(0.1)), window=2)
     table = jnp.ones((4, 2))

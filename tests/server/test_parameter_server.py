@@ -56,6 +56,7 @@ def replay(tx, pushes):
     return params
 
 
+@pytest.mark.slow
 def test_a_push_with_a_word_that_nobody_reads_changes_nothing():
     """What engines give to any transformation needs no reader."""
     for tx, word, meant in (
@@ -647,6 +648,7 @@ def with_note():
     return optax.GradientTransformationExtraArgs(optax.sgd(1.0).init, update)
 
 
+@pytest.mark.slow
 def test_what_is_an_array_for_jax_is_taken():
     for kind, leaf in EVEN.items():
         server = server_of(gx.drop_stale(with_note(), 1))

@@ -124,6 +124,7 @@ FACTORIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "axis_type"), half(FACTORIES, AXES))
 def test_each_transformation_here(factory, axis_type, tmp_path):
     rows = FACTORIES[factory]
@@ -391,6 +392,7 @@ def test_whose_a_leaf_is_shows_whatever_the_tree_looks_like(name):
     assert flat.shape == (649,)
 
 
+@pytest.mark.slow
 def test_many_parameters_take_few_traces():
     """Without placeholders one more for each bit of their number."""
     calls = []

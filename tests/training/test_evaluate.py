@@ -331,7 +331,7 @@ def test_about_two_layers_need_room(name, memory):
     assert compiled.memory_analysis().temp_size_in_bytes <= 0.15 * size
 
 
-@pytest.mark.quick_case("device-AxisType.Explicit")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("memory", MEMORIES)
 def test_on_a_mesh(kind, memory):
@@ -436,6 +436,7 @@ def test_each_layer_calls_the_host_once():
     np.testing.assert_allclose(found, x, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(losses.OLD, reason="JAX keeps no result in the host's memory")
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
 def test_a_gradient_by_layers_on_the_host_is_refused(wrap):

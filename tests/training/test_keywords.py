@@ -70,6 +70,7 @@ OPTIMIZERS = {
 OF_GATE = {"drop_stale": {"local_step": 0}, "worker_mean": {"worker": 0}}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_keyword_that_the_loss_names_goes_there(name):
@@ -141,7 +142,7 @@ HOWS = {
 }
 
 
-@pytest.mark.quick_case("has_aux")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOWS)
 def test_each_kind_of_step(how):
     """Keyword-only, an array and a flag; the expected step is one without keywords."""
@@ -212,6 +213,7 @@ def reads_factor():
     return of(init, update), of(init, hidden)
 
 
+@pytest.mark.slow
 def test_a_keyword_that_both_name_goes_to_both():
     def loss(params, factor):
         return factor * jnp.sum(params["w"])
@@ -477,7 +479,7 @@ WORDS = dict.fromkeys(
 WORDS["worker_mean"] = ("local_step", "worker")
 
 
-@pytest.mark.quick_case("lazy")
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", AROUND)
 def test_what_a_transformation_hides_is_found_by_its_trace(name):
@@ -509,6 +511,7 @@ def test_what_a_transformation_hides_is_found_by_its_trace(name):
         chex.assert_trees_all_close(server.pull()[0], params, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_conventional_words_need_no_reader():
     grads = start()
     for tx in SGD, gx.accumulate(SGD, 2):

@@ -61,7 +61,7 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 # Losses and ways to step. tests/training/test_on_host.py has them with a state there.
 
 
-@pytest.mark.quick_case("plain-adagrad")
+@pytest.mark.slow
 @pytest.mark.parametrize(("loss", "way"), pairs(LOSSES, ONE_PASS))
 def test_any_loss_and_any_optimizer(loss, way):
     check(LOSSES[loss], WAYS[way])
@@ -73,7 +73,7 @@ def test_half_precision(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
-@pytest.mark.quick_case("clip_by_block_rms-backwards")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "loss"),
     [

@@ -93,6 +93,7 @@ CASES += [(around, "backtracking") for around in AROUND if around != "itself"]
 CASES += [("drop_stale", "lbfgs"), ("gates in a chain", "lbfgs")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("around", "name"), CASES)
 def test_they_get_what_optax_asks_for(around, name):
     wrap, words = AROUND[around]
@@ -106,6 +107,7 @@ def test_they_get_what_optax_asks_for(around, name):
 BACKTRACKING = SEARCHES["backtracking"]
 
 
+@pytest.mark.slow
 def test_the_loss_that_they_evaluate_has_its_keywords():
     """Arrays and flags, also beside words of a gate, and with an aux."""
 
@@ -217,6 +219,7 @@ def test_what_nobody_reads_changes_no_program(around):
     assert ours.as_text() == step.lower(*args).as_text()
 
 
+@pytest.mark.slow
 def test_a_value_of_the_user_comes_before_that_of_the_step():
     tx = optax.polyak_sgd(max_learning_rate=100.0)
     step = gx.minimize(loss_fn, tx, donate=False)

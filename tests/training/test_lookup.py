@@ -264,6 +264,7 @@ def dense_gradients(loss):
     return jax.jit(jax.value_and_grad(loss))(PARAMS, IDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "how"), pairs(CASES, [jax.jit, lambda f: f]))
 def test_equals_the_dense_gradient(name, how):
     loss, rows = CASES[name]
@@ -497,6 +498,7 @@ def test_layers_and_functions_that_read_rows(line):
         chex.assert_trees_all_close(densify(grads), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_of_a_stopped_table_get_no_gradient():
     def loss(params, ids):
         stopped = jax.lax.stop_gradient(params["emb"])

@@ -71,6 +71,7 @@ def test_aux_comes_last():
     assert aux == {"n": 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tables", [(), ["emb"]])
 def test_equals_the_step_by_hand(tables):
     tx = chain(row_wise=bool(tables))
@@ -201,6 +202,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_arrays_are_not_donated(name):
@@ -454,6 +456,7 @@ def test_a_step_goes_to_other_processes(kind):
         np.testing.assert_array_equal(first, jnp.full(2, float(kind == "local_steps")))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("is_local", [False, True])
 def test_a_masked_node_among_parameters_of_micro_batches(is_local):

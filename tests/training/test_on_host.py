@@ -77,7 +77,7 @@ ONE = Loss(loss_fn, make=start, batch=(batch(0),))
 PLACES = ["state", "both"]
 
 
-@pytest.mark.quick_case("plain-adagrad-state")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "way", "memory"),
     [("plain", "int16", "both"), ("teacher", "seven bytes", "both")]
@@ -519,6 +519,7 @@ def test_what_lies_there_is_not_copied():
         assert x.unsafe_buffer_pointer() == y.unsafe_buffer_pointer()
 
 
+@pytest.mark.slow
 def test_a_typed_key_stays_on_the_device():
     """In the host's memory, and donated, it would end the process."""
     tx, params = optax.add_noise(0.1, 0.5, jax.random.key(0)), {"w": jnp.ones((4, 16))}
@@ -709,6 +710,7 @@ def test_a_function_of_arrays_takes_them_from_the_host(name, there, jitted, _):
         np.testing.assert_allclose(got, np.linalg.norm(np.concatenate(flat)), 1e-6)
 
 
+@pytest.mark.slow
 def test_what_gets_no_update_stays_on_the_host():
     params = small_on_host({"a": jnp.ones(3), "frozen": jnp.ones(3)})
     new = gx.apply_updates(params, {"a": jnp.ones(3), "frozen": None})

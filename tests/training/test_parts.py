@@ -104,6 +104,7 @@ def test_a_gradient_among_parameters_is_refused():
         gx.lookup(rows, [3])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("tables", [["table"], ()])  # A part needs no name.
 def test_the_gradient_is_that_of_the_whole_table(tables, compiled):

@@ -419,6 +419,7 @@ WITH_CONSTANTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_CONSTANTS)
 def test_programs_with_other_constants_are_others(name):
     """Of two leaves, and of the next optimizer. What is equal goes together."""
@@ -659,6 +660,7 @@ def test_layers_are_refused_by_name():
     assert traced[2].shape == ()
 
 
+@pytest.mark.slow
 def test_one_device_is_the_same_program():
     params = draw(TWO[0])
     tx = muon(0.1)

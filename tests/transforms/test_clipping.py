@@ -149,6 +149,7 @@ def test_derivatives_are_right(clip, max_norm):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_at_zero_the_norm_has_a_derivative_of_0_and_clips_that_of_the_identity():
     assert jax.grad(gx.global_norm)(jnp.zeros(3)).tolist() == [0.0] * 3
     for clip in (gx.clip_by_global_norm, gx.clip_by_norm):

@@ -330,6 +330,7 @@ def test_adagrad_divides_by_the_sum_that_is_stored():
         np.testing.assert_allclose(updates, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("init", "zeros"), [(lambda f: f, 0), (jax.jit, 2)])
 def test_nu_starts_with_the_first_gradient_of_a_layer(init, zeros):
     """Late to ``late`` and to one of two stacked layers. A zero gradient counts."""

@@ -72,7 +72,7 @@ def test_updates_of_weights_of_another_dtype_hold_the_weights_exactly(tx):
     np.testing.assert_array_equal(optax.apply_updates(w, updates), 0)
 
 
-@pytest.mark.quick_case("ftrl")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [

@@ -276,6 +276,7 @@ def test_untouched_rows_stay_to_the_bit(dtype, donated):
         assert np.all(bits(new)[at] != old[at])
 
 
+@pytest.mark.slow
 def test_padding_gives_zero_updates():
     """Adam without epsilon divides 0 by 0 there."""
     tx = gx.lazy(optax.adam(0.1, eps=0.0))
@@ -387,6 +388,7 @@ def test_wrappers_may_be_outside():
         chex.assert_trees_all_close(got, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_extra_arguments_like_the_parameters_lose_the_other_rows_too():
     inner = optax.chain(gx.compensate_delay(0.5), optax.scale(-0.1))
     earlier = jax.tree.map(lambda p: p - 1, params_of())
@@ -411,6 +413,7 @@ def test_a_leaf_without_a_gradient_keeps_its_state(missing):
         assert np.any(new["tables"]["a"] != old["tables"]["a"])
 
 
+@pytest.mark.slow
 def test_boxes_of_flax_stay():
     def boxed(x):
         return nn.Partitioned(x, names=("rows", None))

@@ -72,6 +72,7 @@ def test_a_leaf_without_a_gradient_keeps_its_place():
     assert gx.global_norm(optax.tree.get(state, "norms")) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", [0, 1])
 def test_repeated_rows_are_summed_before(axes):
     rows = RNG.standard_normal((4, 3)).astype(np.float32)

@@ -66,7 +66,7 @@ def test_only_the_state_is_rounded(name, b1, share, mu_dtype):
         mu = np.asarray(state.mu.astype("float32"), float)
 
 
-@pytest.mark.quick_case("novograd")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx",
     [

@@ -48,6 +48,7 @@ def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
     assert not np.any(summed.values[len(inside) :])
 
 
+@pytest.mark.slow
 def test_it_has_shape_and_dtype_of_the_dense_gradient_and_sums_in_float32():
     grads = maps.with_values(slices([1] * 4096), jnp.ones((4096, 2), jnp.bfloat16))
     assert (grads.shape, grads.ndim, grads.dtype) == ((5, 2), 2, jnp.bfloat16)
@@ -425,6 +426,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("name", "wrap"),
@@ -479,6 +481,7 @@ def of_each_kind(label):
     return tables, rest, together
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_labels_and_masks_of_the_parameters():
     tables, rest, together = of_each_kind(by_key(PARAMS))

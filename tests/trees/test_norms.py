@@ -35,6 +35,7 @@ def test_global_norm_of_many_leaves(wrap):
     np.testing.assert_allclose(norm, np.sqrt(sum(squares)), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_each_of_many_leaves_is_clipped_by_its_own_norm():
     grads = draw(1)
     updates, _ = jax.jit(gx.clip_by_norm(4.0).update)(grads, ())
