@@ -234,16 +234,21 @@ def on_cluster(test):
 CLUSTER = [mark for mark in ON_RAY if mark.name != "usefixtures"]
 
 
+@pytest.fixture
+def ray_in_process(bounded):
+    """A stand-in for the module `ray`."""
+    from tests import ray_here
+
+    with ray_here.stand_in() as ray:
+        yield ray
+
+
 @pytest.fixture(params=["here", pytest.param("cluster", marks=CLUSTER)])
 def either_ray(request, bounded):
-    """The module `ray`: a stand-in in this process, and in the slow part a cluster."""
-    if request.param == "cluster":
-        import ray
+    """The module `ray`: a stand-in, and in the slow part a cluster."""
+    if request.param == "here":
+        return request.getfixturevalue("ray_in_process")
+    import ray
 
-        request.getfixturevalue("cluster")
-        yield ray
-    else:
-        from tests import ray_here
-
-        with ray_here.stand_in() as ray:
-            yield ray
+    request.getfixturevalue("cluster")
+    return ray
