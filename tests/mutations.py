@@ -273,7 +273,7 @@ def nearest(runs: dict[str, lines.Run], mutation: Mutation) -> list[str]:
 
 def patience(runs: dict[str, lines.Run], tests: Iterable[str]) -> float:
     """How many seconds a run of these tests may take: two minutes more than known."""
-    return 120 + 20 * sum(runs[test].seconds for test in tests)
+    return 120 + 5 * sum(runs[test].seconds for test in tests)
 
 
 def pytest(folder: pathlib.Path, *options: str, limit: float = LIMIT) -> str | None:

@@ -965,6 +965,14 @@ def settled(path):
         time.sleep(1.0)
 
 
+def test_half_of_a_file_that_a_process_left_behind_is_replaced(tmp_path):
+    path, half = tmp_path / "owner", tmp_path / "owner.tmp"
+    half.write_text("ha")
+    folder._write(path, "whole")
+    assert path.read_text() == "whole"
+    assert not half.exists()
+
+
 # After its error, threads of orbax write on, and make a folder again that was removed.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

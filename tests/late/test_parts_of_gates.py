@@ -1,4 +1,4 @@
-"""What gates are made of: counters, missing leaves, rooms for updates, donations."""
+"""What gates are made of: counters, missing leaves, arrays for updates, donations."""
 
 from typing import NamedTuple
 
@@ -43,7 +43,8 @@ def test_pushes_that_gates_left_out_are_added_up():
     late = inner.inner_state._replace(stale_count=jnp.int32(3))
     inner = inner._replace(nonfinite_count=jnp.int32(5), inner_state=late)
     assert counters.dropped([optax.EmptyState(), inner]) == 8
-    assert counters.dropped(optax.EmptyState()) == 0
+    none = counters.dropped(optax.EmptyState())
+    assert (none, none.dtype) == (0, jnp.int32)
 
 
 def test_updates_take_the_arrays_that_hold_them_exactly():

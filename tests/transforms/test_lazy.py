@@ -880,6 +880,22 @@ def test_square_factors_are_refused():
         tx.update({"t": rows_of_height(3)}, tx.init(params), params)
 
 
+def test_a_loop_that_each_row_leaves_by_itself():
+    def halved(x):
+        return jax.lax.while_loop(lambda x: jnp.sum(x**2) > 1, lambda x: x / 2, x)
+
+    def each(u, _):
+        return jax.vmap(halved)(jax.device_put(u))  # It says no place.
+
+    tx = gx.lazy(optax.stateless(each))
+    g = gx.IndexedSlices([3, 0], jnp.float32([[3, 4], [0.5, 0]]), (8, 2))
+    params = jnp.zeros((8, 2))
+    updates, _ = jax.jit(tx.update)(g, tx.init(params), params)
+    wanted = np.zeros((8, 2))
+    wanted[3], wanted[0] = [3 / 8, 4 / 8], [0.5, 0]
+    np.testing.assert_array_equal(updates.densify(), wanted)
+
+
 def rows_of_height(height):
     return gx.IndexedSlices([0, 1, 0], draw(1, 3, 3), (height, 3))
 
