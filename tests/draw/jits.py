@@ -35,7 +35,7 @@ PLACED = {
     "each layer": "layer = jax.jit(layer, out_shardings=rows)\n",
     "the result": "after = jax.jit(jnp.sin, in_shardings=rows)\n",
 }
-# What a layer reads: an array of NumPy, of which each loss has another one.
+# What a layer reads: an array of NumPy. Each loss has another one.
 CONSTANTS = {
     "none": "",
     "in a jit": "layer = jax.jit(lambda x, w, f=layer: f(x, w) * table[None])\n",

@@ -210,8 +210,8 @@ def test_each_matrix_runs_the_branch_that_it_needs(shapes):
 
 
 # A device sends its part of a matrix of each leaf to the device that gets this one, and
-# its part of a factor. A factor is cut along one mesh axis: along the other one devices
-# have copies of a part, of which each sends a half, and all of them get the new one.
+# its part of a factor. A factor is cut along one mesh axis. Along the other one devices
+# have copies of a part. Each sends a half of its copy, and all of them get the new one.
 THERE = {"g": 512, "l": 256, "r": 1024, "q": 256, "v": 32}
 BACK = {"g": 512, "l": 512, "r": 2048, "q": 512, "v": 64, "n": 16}
 LEAVES = dict.fromkeys("abc", (8, 16)), dict.fromkeys("abc", P("x", "y")), (2, 2)
