@@ -286,7 +286,7 @@ class Program:
         return tuple(where)
 
     def _index(self, names, at):
-        """The position along mesh axes, and how many there are. The first counts most."""
+        """The position along mesh axes, and how many. The first counts most."""
         index, several = 0, 1
         for name in names:
             k = self._names.index(name)
