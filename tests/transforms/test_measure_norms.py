@@ -153,3 +153,12 @@ def test_shards_have_the_norms_of_the_whole():
     norms = jax.jit(measured)(grads)
     np.testing.assert_allclose(norms["w"], length(grads["w"], 1), rtol=1e-6)
     assert norms["b"] == 5  # On each device the same, and counted once.
+
+
+def test_boxes_of_flax_are_taken_off():
+    nn = pytest.importorskip("flax.linen")
+    params = {"w": jnp.ones((2, 3, 4)), "b": jnp.ones(3)}
+    boxed = {k: nn.Partitioned(x, names=(None,) * x.ndim) for k, x in params.items()}
+    for axes in (0, {"w": 2, "b": 1}, lambda params: {"w": 1, "b": 0}):
+        tx = gx.measure_norms(stacked_axes=axes)
+        chex.assert_trees_all_equal(tx.init(boxed), tx.init(params))
