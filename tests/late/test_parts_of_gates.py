@@ -94,6 +94,9 @@ def test_a_new_state_has_the_dtypes_of_the_old_one():
     assert all(found[k] is new[k] for k in "cefg")
     other = [jnp.ones(1)]
     assert gate._as_before(other, old) is other
+    # A number of Python has no dtype, and stays.
+    for number, before in ((3, jnp.int8(1)), (jnp.float32(0.5), 2), (3, 2)):
+        assert gate._as_before([number], [before])[0] is number
 
 
 def test_each_leaf_without_a_gradient_is_none():

@@ -73,7 +73,7 @@ def test_half_precision(way, loss):
     check(LOSSES[loss], WAYS[way])
 
 
-@pytest.mark.slow
+@pytest.mark.quick_case("clip_by_block_rms-backwards")
 @pytest.mark.parametrize(
     ("way", "loss"),
     [
