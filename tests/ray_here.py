@@ -87,8 +87,11 @@ class Ref(Numbered):
         super().__init__()
         self.future = concurrent.futures.Future()
 
-    def answer(self, x, *, raised=False):
-        """The first answer counts: a killed actor may have another."""
+    def answer(self, x, *, raised=None):
+        """The first answer counts: a killed actor may have another.
+
+        Of an error it also has the text, in case that nobody can unpickle the error.
+        """
         message = packed(x)
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_result((message, raised))
@@ -152,7 +155,7 @@ class Actor(Numbered):
                 error = error.cause
             text = "".join(traceback.format_exception(error))
             error = exceptions.RayTaskError(name, text, error, **where)
-            ref.answer(error, raised=True)
+            ref.answer(error, raised=text)
         except BaseException:  # As `sys.exit`.
             self.die()
 
@@ -162,7 +165,7 @@ class Actor(Numbered):
         if store and store._folder:
             store._folder.release()  # As the system does when a process ends.
         for ref in self._asked:
-            ref.answer(exceptions.ActorDiedError(), raised=True)
+            ref.answer(exceptions.ActorDiedError(), raised="The actor died.")
         for name in ("_cause", "_failures"):  # These calls wait for good.
             if words := getattr(self._self, name, None):
                 words.put("")
@@ -174,7 +177,7 @@ class Actor(Numbered):
         self._asked.append(ref)
         self._calls[group].put((ref, name, given))
         if self._dead.is_set():
-            ref.answer(exceptions.ActorDiedError(), raised=True)
+            ref.answer(exceptions.ActorDiedError(), raised="The actor died.")
         return ref
 
 
@@ -288,9 +291,12 @@ class Ray(types.ModuleType):
             message, raised = refs.future.result(timeout)
         except concurrent.futures.TimeoutError:
             raise exceptions.GetTimeoutError from None
-        if not raised:
+        if raised is None:
             return unpacked(message)
-        error = unpacked(message)
+        try:
+            error = unpacked(message)
+        except Exception:
+            raise exceptions.UnserializableException(raised) from None
         if isinstance(error, exceptions.RayTaskError):
             error = error.as_instanceof_cause()
         raise error
