@@ -43,6 +43,11 @@ def read(folder: pathlib.Path) -> dict[str, Run]:
     return runs
 
 
+def file_of(test: str) -> str:
+    """The file of a test, by its name."""
+    return test.split("::")[0]
+
+
 def forget() -> None:
     """Drops what JAX and the package have cached."""
     sys.modules["jax"].clear_caches()
@@ -83,7 +88,7 @@ class Recorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         """A test begins before its fixtures."""
-        if item.nodeid.split("::")[0] != self.test.split("::")[0]:
+        if file_of(item.nodeid) != file_of(self.test):
             forget()
         self.begin(item.nodeid)
         return (yield)

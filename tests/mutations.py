@@ -243,11 +243,6 @@ def recorded(
         return lines.read(pathlib.Path(new))
 
 
-def file_of(test: str) -> str:
-    """The file of a test, by its name."""
-    return test.split("::")[0]
-
-
 def nearest(runs: dict[str, lines.Run], mutation: Mutation) -> list[str]:
     """The tests that run a fault's lines, those of the cheapest file first.
 
@@ -262,10 +257,10 @@ def nearest(runs: dict[str, lines.Run], mutation: Mutation) -> list[str]:
         tests = {x for x in found if found[x]} or set(found)
     seconds: collections.Counter[str] = collections.Counter()
     for test in tests:
-        seconds[file_of(test)] += runs[test].seconds
+        seconds[lines.file_of(test)] += runs[test].seconds
 
     def order(test: str) -> tuple[bool, float, str]:
-        return test not in exact, seconds[file_of(test)], file_of(test)
+        return test not in exact, seconds[lines.file_of(test)], lines.file_of(test)
 
     # Tests of one file keep their order, and share what it sets up.
     return sorted((x for x in found if x in tests), key=order)
@@ -327,8 +322,8 @@ def outcome(
     """The part that catches a mutation, or "none"; its first test to fail; seconds."""
     start = time.perf_counter()
     near = nearest(runs, mutation)
-    files = list(dict.fromkeys(map(file_of, near)))
-    in_files = [test for test in runs if file_of(test) in files]
+    files = list(dict.fromkeys(map(lines.file_of, near)))
+    in_files = [test for test in runs if lines.file_of(test) in files]
     with mutated(mutation, original) as folder:
         for part, marker in markers.items():
             options = ["-m", marker]
@@ -356,11 +351,11 @@ def print_files(
     """Prints which files notice each fault, and which faults a file notices alone."""
 
     def noticed(mutation: Mutation) -> set[str]:
-        files = set(map(file_of, nearest(runs, mutation)))
-        limit = patience(runs, (test for test in runs if file_of(test) in files))
+        files = set(map(lines.file_of, nearest(runs, mutation)))
+        limit = patience(runs, (test for test in runs if lines.file_of(test) in files))
         with mutated(mutation, original) as folder:
             tests = failures(folder, *options, *sorted(files), limit=limit)
-            return set(map(file_of, tests))
+            return set(map(lines.file_of, tests))
 
     numbers: list[int] = []
     noticed_by: dict[str, list[int]] = {}

@@ -213,7 +213,7 @@ class Maker:
 
 
 def value(x):
-    """What an argument that is itself a reference refers to."""
+    """The value of an argument: a reference stands for the value in the store."""
     return sys.modules["ray"].get(x) if isinstance(x, Ref) else x
 
 

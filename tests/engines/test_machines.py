@@ -9,13 +9,13 @@ import warnings
 import pytest
 
 from gradxform import engines
-from tests.conftest import OF_RAY, ON_RAY
+from tests.conftest import CLUSTER, OF_RAY
 from tests.engines.test_group import OF_TWO, gone, on_group, pids, slow, table_of
 from tests.engines.test_ray import assert_counted, wait_until
 
 ray = pytest.importorskip("ray")
 # Not the cluster of the other tests: here it has several nodes.
-pytestmark = [mark for mark in ON_RAY if mark.name != "usefixtures"]
+pytestmark = CLUSTER
 
 
 @contextlib.contextmanager

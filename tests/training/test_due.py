@@ -65,12 +65,13 @@ def chosen(of, choice):
 
 
 def program(of):
-    """Its jaxpr, the numbers by their variables, and the arrays' variables by name."""
+    """Its equations and result, the numbers by variables, the arrays by their names."""
     start = {k: jnp.int32(0) for k in NUMBERS} | {k: jnp.ones(2) for k in ARRAYS}
     jaxpr = jax.make_jaxpr(lambda x: computed(of, x))(start).jaxpr
     names = dict(zip(sorted(start), jaxpr.invars, strict=True))
     numbers = {names[k]: n for n, k in enumerate(NUMBERS)}
-    return jaxpr, numbers, {k: names[k] for k in ARRAYS}
+    eqns, (result,) = jaxprs.all_equations(jaxpr), jaxpr.outvars
+    return eqns, result, numbers, {k: names[k] for k in ARRAYS}
 
 
 def holds(condition, choice):
@@ -83,10 +84,8 @@ def holds(condition, choice):
 @pytest.mark.parametrize("seed", range(20))
 def test_an_array_is_needed_where_a_branch_that_runs_reads_it(seed):
     of = drawn(random.Random(seed), 3)
-    jaxpr, numbers, arrays = program(of)
-    eqns = jaxprs.all_equations(jaxpr)
-    wanted = {jaxpr.outvars[0]: due.ALWAYS}
-    found = due.of_variables(eqns, wanted, numbers)
+    eqns, result, numbers, arrays = program(of)
+    found = due.of_variables(eqns, {result: due.ALWAYS}, numbers)
     for choice in CHOICES:
         read = {k for k, x in arrays.items() if holds(found.get(x, due.NEVER), choice)}
         assert read == set(chosen(of, choice)), (of, choice)
@@ -96,9 +95,8 @@ def test_an_array_is_needed_where_a_branch_that_runs_reads_it(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_a_result_is_an_operand_where_no_branch_that_runs_changes_it(seed):
     of = drawn(random.Random(seed), 2)
-    jaxpr, numbers, arrays = program(of)
-    eqns = jaxprs.all_equations(jaxpr)
-    found = due.kept(jaxpr.outvars[0], eqns, numbers, [*arrays.values()])
+    eqns, result, numbers, arrays = program(of)
+    found = due.kept(result, eqns, numbers, [*arrays.values()])
     made = [chosen(of, choice) for choice in CHOICES]
     alone = {x for (x, *others) in made if not others}
     if found.operand is None:

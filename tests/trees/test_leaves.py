@@ -133,7 +133,7 @@ def test_a_prefix_has_a_value_for_each_leaf():
     with pytest.raises(LookupError) as error:
         maps.broadcast({"a": 1}, tree)
     assert jax.tree_util.keystr(*error.value.args) == "['d']['e']"
-    # A value alone in a box is that of what is there without the box.
+    # A box with one value stands for the value.
     assert maps.broadcast({"a": Box(5)}, {"a": 1.0}) == {"a": 5}
     assert maps.broadcast({"a": Box(Box(5))}, {"a": 1.0}) == {"a": 5}
     for several in ({"a": Point(5, 6)}, {"a": [5]}, {"a": {"x": 5}}, {"a": Box([5])}):
