@@ -14,6 +14,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests.conftest import half
 from tests.training.matrix_optimizers import kron, soap
 from tests.training.test_matrix_optimizers import (
     TYPES,
@@ -284,9 +285,9 @@ GATES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
-@pytest.mark.parametrize("make", [soap, kron])
-@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("name", "make", "axis_type"), half(GATES, [soap, kron], TYPES)
+)
 def test_behind_a_gate_arrays_travel_if_it_lets_them(name, make, axis_type):
     wrap, arrays = GATES[name]
     trial = Trial(lambda: wrap(make()), "8 leaves", axis_type)
