@@ -28,7 +28,8 @@ REDUCED = {
     **{"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min},
     **{"reduce_or": np.any, "reduce_prod": np.prod, "reduce_and": np.all},
 }
-SAME = {"copy", "copy_p", "stop_gradient", "sharding_constraint", "reshard"}
+SAME = {"copy", "copy_p", "device_put", "stop_gradient"}
+SAME |= {"sharding_constraint", "reshard"}
 PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -225,10 +226,18 @@ class Program:
         carry = inputs[cond_nconsts + body_nconsts :]
         while True:
             (goes_on,) = self._closed(cond_jaxpr, [*before, *carry])
-            assert len({bool(x) for x in goes_on}) == 1
-            if not goes_on[0]:
+            assert len({bool(np.any(x)) for x in goes_on}) == 1
+            if not np.any(goes_on[0]):
                 return carry
-            carry = self._closed(body_jaxpr, [*consts, *carry])
+            new = self._closed(body_jaxpr, [*consts, *carry])
+            # Of a batch, each example leaves the loop by itself.
+            carry = [
+                [
+                    np.where(of.reshape(of.shape + (1,) * (x.ndim - of.ndim)), x, y)
+                    for of, x, y in zip(goes_on, *each, strict=True)
+                ]
+                for each in zip(new, carry, strict=True)
+            ]
 
     def _scan(self, inputs, eqn, *, jaxpr, length, reverse, **_):
         num_consts, num_carry = versions.scan_lengths(eqn)
