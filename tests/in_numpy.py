@@ -54,10 +54,21 @@ def broadcast(x, shape, broadcast_dimensions, **_):
     return np.broadcast_to(x.reshape(sizes), shape)
 
 
-def dynamic_slice(x, *start, slice_sizes):
-    where = zip(start, slice_sizes, x.shape, strict=True)
+def within(x, start, sizes):
+    """Where a part of these sizes is; JAX moves it back if it lies outside."""
+    where = zip(start, sizes, x.shape, strict=True)
     starts = [(min(max(int(k), 0), n - size), size) for k, size, n in where]
-    return x[tuple(slice(k, k + size) for k, size in starts)]
+    return tuple(slice(k, k + size) for k, size in starts)
+
+
+def dynamic_slice(x, *start, slice_sizes):
+    return x[within(x, start, slice_sizes)]
+
+
+def dynamic_update_slice(x, part, *start):
+    new = x.copy()
+    new[within(x, start, part.shape)] = part
+    return new
 
 
 def sliced(x, start_indices, limit_indices, strides):
@@ -99,6 +110,7 @@ OPERATIONS = {
     "dot_general": product,
     "broadcast_in_dim": broadcast,
     "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
     "slice": sliced,
     "iota": iota,
     "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
