@@ -28,7 +28,8 @@ REDUCED = {
     **{"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min},
     **{"reduce_or": np.any, "reduce_prod": np.prod, "reduce_and": np.all},
 }
-SAME = {"copy", "copy_p", "stop_gradient", "sharding_constraint", "reshard"}
+SAME = {"copy", "copy_p", "device_put", "stop_gradient"}
+SAME |= {"sharding_constraint", "reshard"}
 PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -53,10 +54,21 @@ def broadcast(x, shape, broadcast_dimensions, **_):
     return np.broadcast_to(x.reshape(sizes), shape)
 
 
-def dynamic_slice(x, *start, slice_sizes):
-    where = zip(start, slice_sizes, x.shape, strict=True)
+def within(x, start, sizes):
+    """Where a part of these sizes is; JAX moves it back if it lies outside."""
+    where = zip(start, sizes, x.shape, strict=True)
     starts = [(min(max(int(k), 0), n - size), size) for k, size, n in where]
-    return x[tuple(slice(k, k + size) for k, size in starts)]
+    return tuple(slice(k, k + size) for k, size in starts)
+
+
+def dynamic_slice(x, *start, slice_sizes):
+    return x[within(x, start, slice_sizes)]
+
+
+def dynamic_update_slice(x, part, *start):
+    new = x.copy()
+    new[within(x, start, part.shape)] = part
+    return new
 
 
 def sliced(x, start_indices, limit_indices, strides):
@@ -98,6 +110,7 @@ OPERATIONS = {
     "dot_general": product,
     "broadcast_in_dim": broadcast,
     "dynamic_slice": dynamic_slice,
+    "dynamic_update_slice": dynamic_update_slice,
     "slice": sliced,
     "iota": iota,
     "reshape": lambda x, new_sizes, **_: x.reshape(new_sizes),
@@ -225,10 +238,18 @@ class Program:
         carry = inputs[cond_nconsts + body_nconsts :]
         while True:
             (goes_on,) = self._closed(cond_jaxpr, [*before, *carry])
-            assert len({bool(x) for x in goes_on}) == 1
-            if not goes_on[0]:
+            assert len({bool(np.any(x)) for x in goes_on}) == 1
+            if not np.any(goes_on[0]):
                 return carry
-            carry = self._closed(body_jaxpr, [*consts, *carry])
+            new = self._closed(body_jaxpr, [*consts, *carry])
+            # Of a batch, each example leaves the loop by itself.
+            carry = [
+                [
+                    np.where(of.reshape(of.shape + (1,) * (x.ndim - of.ndim)), x, y)
+                    for of, x, y in zip(goes_on, *each, strict=True)
+                ]
+                for each in zip(new, carry, strict=True)
+            ]
 
     def _scan(self, inputs, eqn, *, jaxpr, length, reverse, **_):
         num_consts, num_carry = versions.scan_lengths(eqn)
