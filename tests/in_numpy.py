@@ -84,15 +84,18 @@ def iota(*_, shape, dimension, dtype, **__):
 
 
 def solved(a, b, left_side, lower, transpose_a, unit_diagonal, **_):
-    assert not unit_diagonal
     a = np.tril(a) if lower else np.triu(a)
+    if unit_diagonal:
+        a = np.where(np.eye(a.shape[-1], dtype=bool), np.ones_like(a), a)
     a = a.swapaxes(-1, -2) if transpose_a else a
     if left_side:
         return np.linalg.solve(a, b)
     return np.linalg.solve(a.swapaxes(-1, -2), b.swapaxes(-1, -2)).swapaxes(-1, -2)
 
 
-def singular(x, **_):
+def singular(x, compute_uv, **_):
+    if not compute_uv:
+        return (np.linalg.svd(x, compute_uv=False),)
     u, s, v = np.linalg.svd(x, full_matrices=False)
     return s, u, v
 
@@ -263,7 +266,7 @@ class Program:
             stacked.append(ys)
         ys = [
             [
-                np.stack(x)
+                (jax.numpy if is_key(x[0]) else np).stack(x)
                 for x in zip(
                     *(each[k] for each in stacked[:: -1 if reverse else 1]), strict=True
                 )
@@ -335,6 +338,31 @@ class Program:
                 made[d] = np.concatenate([of[n] for of in parts], concat_axis)
         self.sent.append((x[0].nbytes, self._index(names, places[0])[1]))
         return [made]
+
+
+class Step:
+    """A step of a training in NumPy, which is traced at its first call.
+
+    It leaves the types of parameters and state, its first two arguments.
+    """
+
+    def __init__(self, step):
+        self._step, self._program, self._treedef = step, None, None
+
+    def __call__(self, *args, **words):
+        if self._program is None:
+            self._trace(*args, **words)
+        return self._treedef.unflatten(self._program(args, words))
+
+    def _trace(self, *args, **words):
+        def called(args, words):
+            return self._step(*args, **words)
+
+        closed, results = jax.make_jaxpr(called, return_shape=True)(args, words)
+        self._program, self._treedef = Program(closed), jax.tree.structure(results)
+        given = [*map(jax.typeof, jax.tree.leaves(args[:2]))]
+        for x, y in zip(given, closed.out_avals[: len(given)], strict=True):
+            assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
 
 
 def named(of):

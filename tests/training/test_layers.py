@@ -25,7 +25,6 @@ from benchmarks.grid import devices
 from benchmarks.models import next_tokens, size, transformer
 from tests.conftest import half
 from tests.descriptors import DESCRIPTORS, widths
-from tests.in_numpy import Program as Traced
 from tests.training.losses import (
     CLIPPED,
     HALF,
@@ -49,7 +48,6 @@ from tests.training.losses import (
     error,
     halved,
     numbered,
-    on_host,
     pairs,
     plain,
     read_rows,
@@ -61,19 +59,20 @@ from tests.training.losses import (
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# Losses and ways to step. tests/training/test_on_host.py has them with a state there.
+# Losses and ways to step. tests/training/test_on_host.py has them with a state there,
+# and compiles two passes.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "way"), pairs(LOSSES, ONE_PASS))
 def test_any_loss_and_any_optimizer(loss, way):
-    check(LOSSES[loss], WAYS[way])
+    check(LOSSES[loss], WAYS[way], compiled=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "loss"), pairs(HALF, ["plain", "nested", "teacher"]))
 def test_half_precision(way, loss):
-    check(LOSSES[loss], WAYS[way])
+    check(LOSSES[loss], WAYS[way], compiled=True)
 
 
 @pytest.mark.slow
@@ -115,22 +114,7 @@ TRACED = {
 )
 def test_a_traced_step_is_the_ordinary_one(loss, memory):
     """Both run in NumPy, and nothing is compiled."""
-    one, way = LOSSES[loss], WAYS[TRACED[loss]]
-    params = one.make()
-    state = way.tx.init(params)
-
-    def stepped(layers, args, **how):
-        step = gx.minimize(one.f, way.tx, layers=layers, donate=False, **one.how, **how)
-        extra = way.extra(0, state, params)
-        program = jax.make_jaxpr(lambda *args: step(*args, *one.batch, **extra))(*args)
-        return Traced(program)(params, state)
-
-    there = on_host((params, state)) if memory == "both" else (params, state)
-    got = stepped(one.layers, there, two_passes=way.two_passes)
-    wanted = stepped((), (params, state))
-    for x, y in zip(got, wanted, strict=True):
-        assert (x.shape, x.dtype) == (y.shape, y.dtype)
-        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+    check(LOSSES[loss], WAYS[TRACED[loss]], memory, steps=1, rtol=1e-5)
 
 
 @pytest.mark.slow
