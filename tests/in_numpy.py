@@ -44,6 +44,7 @@ def product(a, b, dimension_numbers, **_):
     rest = [x for k, x in enumerate(first) if k not in (*over_a, *batch_a)]
     rest += [x for k, x in enumerate(second) if k not in (*over_b, *batch_b)]
     of = "".join(first), "".join(second), "".join(first[i] for i in batch_a)
+    a, b = (x.astype(np.float32) if x.dtype == "bfloat16" else x for x in (a, b))
     return np.einsum(f"{of[0]},{of[1]}->{of[2]}{''.join(rest)}", a, b)
 
 
@@ -161,7 +162,8 @@ class Program:
     def __call__(self, *args):
         """The results for arrays of any tree."""
         given = [[array(x)] for x in jax.tree.leaves(args)]
-        results = self._run(self.closed.jaxpr, self.closed.consts, given)
+        with np.errstate(all="ignore"):  # As XLA, which makes infinity or NaN.
+            results = self._run(self.closed.jaxpr, self.closed.consts, given)
         return [x for (x,) in results]
 
     def _run(self, jaxpr, consts, args):

@@ -153,6 +153,7 @@ def _on_device(
 ) -> tuple[Params, State]:
     """:func:`apply_gradients` for gradients like the parameters, on the device."""
     structures.check_some_gradient("grads", grads)
+    extra = host.to_device(extra)
     grads, arrays = table_rows.as_arrays(grads, params)
     grads = missing.normalized(grads, arrays)
 
@@ -439,7 +440,8 @@ def _check_by_layers(
 ) -> None:
     """Raises ``TypeError`` for keywords that a step by layers cannot give or take.
 
-    There is no gradient yet. One like the parameters shows what an update reads.
+    There is no gradient yet. One like the parameters shows what an update reads, all of
+    it on the device.
     """
     whole = {"grad", "value_fn"}
     if found := sorted(whole & ({*extra} | keywords.named_by(tx, state))):
@@ -450,7 +452,8 @@ def _check_by_layers(
         )
 
     def update(extra: dict[str, Any]) -> Any:
-        return gate.step(tx, learning, state, params, extra, applies=False)
+        trees = host.to_device((learning, state, params, extra))
+        return gate.step(tx, *trees, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=takes)
 

@@ -101,6 +101,16 @@ def test_two_passes(loss, way, memory):
     check(LOSSES[loss], WAYS[way], memory, compiled=True)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("memory", ["device", "both"])
+@pytest.mark.parametrize("word", [on_host, lambda tree: tree], ids=["host", "device"])
+def test_an_extra_argument_lies_in_any_memory(word, memory):
+    """Of the step by layers, and of the ordinary one."""
+    tx = WAYS["compensate_delay"].tx
+    way = Way(tx, lambda k, state, params: {"worker_params": word(params)})
+    check(ONE, way, memory, steps=2)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", PLACES)
 @pytest.mark.parametrize(
