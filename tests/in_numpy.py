@@ -342,29 +342,23 @@ class Program:
         return [made]
 
 
-class Step:
-    """A step of a training in NumPy, which is traced at its first call.
+def jit(f):
+    """``f`` in NumPy, traced once for each structure and types of its arguments."""
+    programs = {}
 
-    It leaves the types of parameters and state, its first two arguments.
-    """
+    def call(*args, **words):
+        leaves, treedef = jax.tree.flatten((args, words))
+        key = treedef, *map(jax.typeof, leaves)
+        if key not in programs:
+            traced = jax.make_jaxpr(
+                lambda args, words: f(*args, **words), return_shape=True
+            )
+            closed, results = traced(args, words)
+            programs[key] = Program(closed), jax.tree.structure(results)
+        program, structure = programs[key]
+        return structure.unflatten(program(args, words))
 
-    def __init__(self, step):
-        self._step, self._program, self._treedef = step, None, None
-
-    def __call__(self, *args, **words):
-        if self._program is None:
-            self._trace(*args, **words)
-        return self._treedef.unflatten(self._program(args, words))
-
-    def _trace(self, *args, **words):
-        def called(args, words):
-            return self._step(*args, **words)
-
-        closed, results = jax.make_jaxpr(called, return_shape=True)(args, words)
-        self._program, self._treedef = Program(closed), jax.tree.structure(results)
-        given = [*map(jax.typeof, jax.tree.leaves(args[:2]))]
-        for x, y in zip(given, closed.out_avals[: len(given)], strict=True):
-            assert (x.shape, x.dtype, x.weak_type) == (y.shape, y.dtype, y.weak_type)
+    return call
 
 
 def named(of):

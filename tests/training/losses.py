@@ -656,14 +656,14 @@ def train(one, way, layers=(), memory="device", steps=4, compiled=True, **how):
         how["two_passes"] = True
     step = gx.minimize(one.f, way.tx, layers=layers, **one.how | how)
     if not compiled:
-        step = in_numpy.Step(step)
+        step = in_numpy.jit(step)
     before, results = types((params, state)), []
     places = None if memory == "device" else kinds((params, state))
     for k in range(steps):
         extra = way.extra(k, state, first)
         params, state, *result = step(params, state, *one.batch, **extra)
+        assert types((params, state)) == before
         if compiled:
-            assert types((params, state)) == before
             assert places is None or kinds((params, state)) == places
         results.append(result)
     return params, state, results
