@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import gradxform as gx
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.contrib.test_delayed_nesterov import draw
 
 ALIGN = gx.contrib.MomentumAlignment()
@@ -36,7 +36,7 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
     """HeLoCo's G, which acts instead of g. With b1=0 it is the update."""
     tx = gx.contrib.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
     state = tx.init(g)._replace(mu=m)
-    updates, _ = jax.jit(tx.update)(g, state)
+    updates, _ = in_numpy.jit(tx.update)(g, state)
     return updates
 
 
@@ -135,7 +135,7 @@ def test_a_worker_begins_ahead(dtype):
         grads = {"w": draw(6, dtype=dtype, seed=t + 1), "b": None}
         params, state = pushed(tx, params, state, grads, local_step=t)
         mu = np.float64(state.inner_state[0].mu["w"])
-        start = jax.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
+        start = in_numpy.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
         assert start["b"] is None
         assert start["w"].dtype == jnp.dtype(dtype)
         expected = np.float64(params["w"]) - 0.5 * 0.75 * mu
