@@ -24,7 +24,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._ray.layout import ServerLayout  # It needs no cluster of processes.
-from tests import in_numpy, oracles, test_golden
+from tests import oracles, test_golden
 from tests.conftest import ON_RAY
 
 PAGES = pathlib.Path(__file__).parents[1] / "docs/coming_from"
@@ -68,7 +68,7 @@ def table_loss(params, ids):
 def after_one(tx, **extra):
     """The state after one update with the gradients."""
     params, grads = jax.tree.map(jnp.asarray, (PARAMS, GRADS))
-    return in_numpy.jit(tx.update)(grads, tx.init(params), params, **extra)[1]
+    return jax.jit(tx.update)(grads, tx.init(params), params, **extra)[1]
 
 
 @functools.cache
@@ -120,7 +120,7 @@ OF_ENGINES = re.compile(r"\b(engines|job|run)\b")
 def namespace_of_engines(folder):
     """The names of such code. Three of the job's four pushes are in ``folder``."""
     params, tx = jax.tree.map(np.float32, PARAMS), gx.adagrad(0.1)
-    step_fn = in_numpy.jit(jax.value_and_grad(loss_fn))
+    step_fn = jax.jit(jax.value_and_grad(loss_fn))
     job = engines.Job(params, tx, [engines.Worker(step_fn)], 4)
     with engines.simulated(job._replace(pushes=3), checkpoint=folder / "run") as run:
         list(run.pushes)
@@ -201,7 +201,7 @@ def trains_as(oracle, rtol=1e-9, **options):
         params, state = PARAMS, tx.init(PARAMS)
         sequence = [{k: g * scale for k, g in GRADS.items()} for scale in (1, 3, 0.3)]
         expected = oracle(PARAMS, sequence, **{"learning_rate": 0.1} | options)
-        step = in_numpy.jit(functools.partial(gx.apply_gradients, tx))
+        step = jax.jit(functools.partial(gx.apply_gradients, tx))
         for grads, (wanted, *_) in zip(sequence, expected, strict=True):
             params, state = step(grads, state, params)
             chex.assert_trees_all_close(params, wanted, rtol=rtol, atol=rtol)
@@ -279,7 +279,7 @@ def updates_to(expected):
     """The transformation's first updates."""
 
     def check(tx):
-        equals(expected)(in_numpy.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)[0])
+        equals(expected)(jax.jit(tx.update)(GRADS, tx.init(PARAMS), PARAMS)[0])
 
     return check
 
@@ -665,7 +665,7 @@ CHECKS = {
     "optax.incremental_update(params, averaged, step_size=0.01)": equals(
         {k: 0.01 * p for k, p in PARAMS.items()}
     ),
-    "in_numpy.jit(tx.update)": lambda update: equals(ADAGRAD_UPDATE)(
+    "jax.jit(tx.update)": lambda update: equals(ADAGRAD_UPDATE)(
         update(GRADS, gx.adagrad(0.1).init(PARAMS))[0]
     ),
     "optax.inject_hyperparams(gx.adagrad)(learning_rate)": obeys_the_new_rate,
