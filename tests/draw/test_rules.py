@@ -97,8 +97,9 @@ NAMED = {
     ),
     "a call": (
         "z = jax.jit(lambda v, u: (v + 1, jnp.cumsum(u, 0), jnp.ones((3, 3))))(x, y)",
-        "z[0], z[1], z[2] + x, jax.jit(lambda v: v * 2)(w)",
-        "0 - 0 .",
+        "z[0], z[1], z[2] + x, jax.jit(lambda v: v * 2)(w), "
+        "jax.jit(lambda v: jnp.zeros((3, 3)) + v)(w[0, 0]) + x",
+        "0 - 0 . 0",
     ),
     "a checkpoint": (
         "z = jax.checkpoint(lambda v, u: (v + 1, jnp.cumsum(u, 0), jnp.ones((3, 3)), u)"
@@ -135,10 +136,10 @@ NAMED = {
     ),
     "a loop of all": (
         "z = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * y, c[2] + x"
-        ", c[3] * w[0, 0], jnp.cumsum(c[4], 0)), "
-        "(0, x, jnp.zeros((3, 3)), np.ones((3, 3)), x))",
-        "z[0] + 0.0, z[1], z[2], z[3], z[4]",
-        ". 0 0 . -",
+        ", c[3] * w[0, 0], jnp.cumsum(c[4], 0), c[5]), (0, x, jnp.zeros((3, 3)), "
+        "np.ones((3, 3)), x, jnp.zeros((3, 3))))",
+        "z[0] + 0.0, z[1], z[2], z[3], z[4], z[5] + x",
+        ". 0 0 . - 0",
     ),
     "a loop that a sum ends": (
         "z = lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: 2 * jnp.abs(c) + 1, x)",
@@ -217,8 +218,8 @@ ONLY = {
     "an only slice": (
         "c = np.ones((1, 3))",
         "x * c, x + c + jnp.ones((1, 3)), jnp.arange(1.0)[:, None] + x, jnp.sum(x, 0), "
-        "jnp.cumsum(x, 0)",
-        *("0 0 0 - -", "0 0 0 . ."),
+        "jnp.cumsum(x, 0), jnp.concatenate([x, c], 1)",
+        *("0 0 0 - - 0", "0 0 0 . . 0"),
     ),
 }
 
