@@ -332,7 +332,9 @@ class Program:
         ]
 
     def _reduced(self, inputs, names, f):
-        """Over the devices along these axes, on each of them."""
+        """Over the devices along these axes, on each of them; or over arrays' axes."""
+        if all(isinstance(name, int) for name in names):  # Of a ``vmap``.
+            return [[f.reduce(y, axis=tuple(names)) for y in x] for x in inputs]
         results = [[None] * len(x) for x in inputs]
         for group in self._groups(names):
             for x, made in zip(inputs, results, strict=True):
@@ -348,6 +350,9 @@ class Program:
 
     def _pmin(self, inputs, eqn, *, axes, **_):
         return self._reduced(inputs, axes, np.minimum)
+
+    def _pmax(self, inputs, eqn, *, axes, **_):
+        return self._reduced(inputs, axes, np.maximum)
 
     def _all_to_all(self, inputs, eqn, *, axis_name, split_axis, concat_axis, **_):
         (x,), names = inputs, named(axis_name)

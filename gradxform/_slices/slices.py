@@ -839,12 +839,12 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
 
     An array of its shape that is there already would have to be cut.
     """
-    deferred = [isinstance(x, Deferred) for x in inputs]
-    if name not in versions.MAKES and not (name in RULES and any(deferred)):
-        return False
     shape = shape_of(eqn.outvars[0]) if len(eqn.outvars) == 1 else ()
     if not shape or name in versions.MAKES:
         return bool(shape)
+    if name not in RULES:
+        return False
+    deferred = [isinstance(x, Deferred) for x in inputs]
     pairs = zip(deferred, map(shape_of, eqn.invars), strict=True)
     others = [shape for is_deferred, shape in pairs if shape and not is_deferred]
     if name == Op.GATHER and deferred[1]:  # Each slice has its own indices.

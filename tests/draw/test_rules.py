@@ -6,6 +6,7 @@ families find what a draw of all operations would find in hours.
 
 import collections
 import itertools
+import re
 import textwrap
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from gradxform._jax import versions
 from gradxform._slices import rules, slices
 from gradxform._slices.rules import RULES, Along
+from gradxform._slices.slices import Evaluator, Kind, Missing, Policy, Slices, Source
 from tests.draw import __main__, programs
 from tests.draw.programs import FAMILIES
 
@@ -89,6 +91,12 @@ NAMED = {
         "x.reshape(3, 1, 3), jnp.broadcast_to(x[:, None], (3, 2, 3)), "
         "jnp.tile(x, (1, 2)), x.reshape(9), w + 1, jnp.sum(x, 1), x[None]",
         "0 0 0 0/3 . 0 1",
+    ),
+    # What is as short as the number of slices may be made, and read at an index.
+    "short arrays": (
+        "z, u = jnp.arange(3.0)[::-1], jnp.cumsum(jnp.ones((3, 3)), 0)",
+        "x * z[:, None], x * u, x + jnp.cumsum(jnp.ones((3, 1)), 0)",
+        *("- - -", "0 - 0"),
     ),
     "rows at indices": (
         "z = w[jnp.arange(3)]",
@@ -169,9 +177,11 @@ NAMED = {
     ),
     "a scan over slices and what mixes them": (
         "z = lax.scan(lambda c, v: (c, (v[0], v[1])), 0.0, (x, jnp.cumsum(y, 0)))[1]\n"
-        "u = lax.scan(lambda c, v: (c, v + c[:, 0]), jnp.cumsum(y, 0), x)[1]",
-        "z[0], z[1], u",
-        "0 - -",
+        "u = lax.scan(lambda c, v: (c, v + c[:, 0]), jnp.cumsum(y, 0), x)[1]\n"
+        "v = lax.scan(lambda c, v: (c, v), 0.0, (jnp.cumsum(y, 0) * 2, x))[1]\n"
+        "a = lax.scan(lambda c, v: (c, v[0] + v[1]), 0.0, (w, x))[1]",
+        "*z, u, *v, a",
+        *("0 - - - 0 -", "0 - - - 0 0"),
     ),
     "a scan whose carry mixes them": (
         "z = lax.scan(lambda c, v: (jnp.cumsum(c, 0), v), x, y.T)",
@@ -244,6 +254,88 @@ def test_slices_of_a_program_by_name(name):
     found = programs.verdicts(p, programs.in_numpy)
     wanted = [some, *(each or [some])]
     assert [" ".join(map(place, kinds)) for kinds in found] == wanted
+
+
+def test_a_derivative_is_that_of_the_whole_program():
+    """Its rule is another one than that of its operations; an integer has none."""
+    text = (
+        "@jax.custom_jvp\n"
+        "def h(x, w):\n  return x * w[0], jnp.argmax(x, 1), jnp.sum(w)\n"
+        "h.defjvp(lambda p, t: (h(*p), (3 * t[0], np.zeros(3, jax.dtypes.float0), "
+        "jnp.sum(5 * t[1]))))\n"
+        "def f(x, y, w):\n"
+        "  z, k, s = h(x * y, w)\n"
+        "  return z + k[:, None], jnp.cos(z) * s\n"
+    )
+    rng = np.random.default_rng(0)
+    args = {key: rng.standard_normal((3, 3)) for key in ("x", "y", "w")}
+    moved = {key: rng.standard_normal((3, 3)) for key in ("x", "y", "w")}
+    p = programs.Program(text, args, {"x": 0, "y": 0}, 3)
+    with programs.wide():
+        run, _ = programs.by_slices(p, 1, numbered=True)
+        kinds = programs.kinds_of(p, 1)
+        pair = [*args.values()], [*moved.values()]
+        _, wanted = programs.in_numpy(lambda *x: jax.jvp(p.f, *x), *pair)
+        for i in range(3):
+            parts = [
+                [programs.part(x, kind, [i]) for x, kind in zip(xs, kinds, strict=True)]
+                for xs in pair
+            ]
+            _, got = programs.in_numpy(
+                lambda *x, i=i: jax.jvp(lambda *x: run(i, *x), *x), *parts
+            )
+            for x, y in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(x, y[i : i + 1], rtol=1e-12)
+
+
+def test_sums_over_a_mesh_axis_are_sums_of_slices():
+    """Each result is one of the operands, summed on its own; a mix stays one."""
+
+    def f(x, w):
+        ones, mixed = jnp.ones((3, 2)), jnp.cumsum(x, 0)
+        return (
+            *lax.psum((x, w, mixed), "i"),
+            lax.pmax(x, "i"),
+            x + lax.psum(ones, "i"),
+        )
+
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 3, 2)), rng.standard_normal((2, 4))
+    source = Source(3, 1)
+    kind = Kind(source, Along(0))
+    found = []
+
+    def run(i, part, x, w):
+        whole = slices.trace_whole(f, (x, w), {0: kind}, {0: part, 1: w})
+        policy = Policy("slice", "array", refused, lambda *_: None)
+        evaluator = Evaluator(policy, first={source: i})
+        results = evaluator.results(whole.closed, [Slices(part, kind), w])
+        found[:] = [
+            getattr(x, "kind", None) or getattr(x, "reason", "") for x in results
+        ]
+        return [getattr(x, "array", x) for x in results if not isinstance(x, Missing)]
+
+    def in_numpy(f, axes, *args):
+        with programs.wide():
+            mapped = jax.vmap(f, axes, axis_name="i")
+            return jax.tree.leaves(programs.in_numpy(mapped, *args))
+
+    refused = ()
+    whole = in_numpy(f, 0, x, w)
+    for i in range(3):
+        got = in_numpy(run, (None, 0, 0, 0), i, x[:, i : i + 1], x, w)
+        assert found == [kind, "", found[2], kind, kind]
+        assert re.match("its update may mix slices, by 'cumsum'", found[2])
+        wanted = [
+            whole[0][:, i : i + 1],
+            whole[1],
+            *(y[:, i : i + 1] for y in whole[3:]),
+        ]
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+    refused = versions.OVER_MESH
+    with pytest.raises(slices.MixedSlicesError, match="may mix slices, by 'psum'"):
+        in_numpy(run, (None, 0, 0, 0), 0, x[:, :1], x, w)
 
 
 @pytest.mark.parametrize("number", [1, 2])

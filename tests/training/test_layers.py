@@ -90,6 +90,7 @@ def test_two_passes(way, loss):
 
 
 TRACED = {
+    "plain": "sums inside",
     "backwards": "clip_by_block_rms",
     "nested": "norms",
     "grouped": "accumulate",
