@@ -30,7 +30,7 @@ REDUCED = {
     **{"reduce_or": np.any, "reduce_prod": np.prod, "reduce_and": np.all},
 }
 SAME = {"copy", "copy_p", "device_put", "stop_gradient"}
-SAME |= {"sharding_constraint", "reshard", "pvary", "pcast"}
+SAME |= {"layout_constraint", "sharding_constraint", "reshard", "pvary", "pcast"}
 PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -143,7 +143,7 @@ def array(x, dtype=None):
 
 
 class Program:
-    """Runs a program.
+    """Runs a program, as on a platform.
 
     Attributes:
       sent: the bytes that a device sends in each exchange, with the number of devices
@@ -152,8 +152,9 @@ class Program:
       values: those of the program's variables, on each device.
     """
 
-    def __init__(self, closed):
-        self.closed, self.sent, self.ran = closed, [], collections.Counter()
+    def __init__(self, closed, platform="cpu"):
+        self.closed, self.platform = closed, platform
+        self.sent, self.ran = [], collections.Counter()
         self.values, self._names, self._sizes = {}, (), ()
 
     def __call__(self, *args):
@@ -213,8 +214,10 @@ class Program:
         return versions.bind(eqn, inputs)  # Of random numbers.
 
     def _platform_index(self, inputs, eqn, *, platforms):
-        on_cpu = [k for k, of in enumerate(platforms) if of is None or "cpu" in of]
-        return [[np.asarray(on_cpu[0])]]
+        fitting = [
+            k for k, of in enumerate(platforms) if of is None or self.platform in of
+        ]
+        return [[np.asarray(fitting[0])]]
 
     def _apart(self, f, inputs, count):
         """By one device after another, as they do not do the same."""

@@ -450,7 +450,9 @@ def _check_by_layers(
         )
 
     def update(extra: dict[str, Any]) -> Any:
-        return gate.step(tx, learning, state, params, extra, applies=False)
+        # A step brings layers to the device, so an update sees none on the host.
+        args = host.to_device((learning, state, params, extra))
+        return gate.step(tx, *args, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=takes)
 

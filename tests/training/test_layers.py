@@ -115,7 +115,10 @@ TRACED = {
     ("loss", "memory"), pairs(TRACED, ["device"] if OLD else ["both", "device"])
 )
 def test_a_traced_step_is_the_ordinary_one(loss, memory):
-    """Both run in NumPy, and nothing is compiled."""
+    """Both run in NumPy, and nothing is compiled; with parameters on the host for TPU.
+
+    There a loop carries a layer that comes ahead.
+    """
     one, way = LOSSES[loss], WAYS[TRACED[loss]]
     params = one.make()
     state = way.tx.init(params)
@@ -124,9 +127,11 @@ def test_a_traced_step_is_the_ordinary_one(loss, memory):
         step = gx.minimize(one.f, way.tx, layers=layers, donate=False, **one.how, **how)
         extra = way.extra(0, state, params)
         program = jax.make_jaxpr(lambda *args: step(*args, *one.batch, **extra))(*args)
-        return Traced(program)(params, state)
+        return Traced(program, platform)(params, state)
 
-    there = on_host((params, state)) if memory == "both" else (params, state)
+    platform, there = "cpu", (params, state)
+    if memory == "both":
+        platform, there = "tpu", on_host(there)
     got = stepped(one.layers, there, two_passes=way.two_passes)
     wanted = stepped((), (params, state))
     for x, y in zip(got, wanted, strict=True):
