@@ -56,8 +56,8 @@ NAMED = {
     "many readers": (
         "z = jnp.arange(3.0).reshape(3, 1) + jnp.zeros((3, 3))\n"
         + 20 * "z = z * 0.5 + z ** 2 * 0.25\n",
-        "x * z, x + z",
-        *("- -", "0 0"),
+        "x * z, x + z, z @ w",
+        *("- - .", "0 0 ."),
     ),
     # Each turn returns its input, so JAX leaves a loop that returns nothing.
     "an empty loop": (
@@ -121,6 +121,19 @@ NAMED = {
         "z = lax.optimization_barrier((x, jnp.cumsum(y, 0), w, y, jnp.ones((3, 3))))",
         "*z, x + z[4]",
         "0 - . 0 . 0",
+    ),
+    # The form for whole arrays of a platform is left out.
+    "platforms": (
+        "z = lax.platform_dependent(x, cpu=lambda v: 0 * jnp.cumsum(v, 0) + 2 * v, "
+        "default=lambda v: v + v)",
+        "z",
+        "0",
+    ),
+    "sums of a vmap": (
+        "z, u = (jax.vmap(lambda v: v - lax.psum(v, 'j'), k, k, axis_name='j')(x) "
+        "for k in (0, 1))",
+        "z, u",
+        "- -",
     ),
     "a solve": (
         "solve = lambda _, v: v / 2\n"
@@ -251,7 +264,8 @@ def test_slices_of_a_program_by_name(name):
     rng, number = np.random.default_rng(0), 1 if name in ONLY else 3
     args = {key: rng.standard_normal((number, 3)) for key in ("x", "y", "w")}
     p = programs.Program(f"def f(x, y, w):\n{body}", args, {"x": 0, "y": 0}, number)
-    found = programs.verdicts(p, programs.in_numpy)
+    with jax.checking_leaks():
+        found = programs.verdicts(p, programs.in_numpy)
     wanted = [some, *(each or [some])]
     assert [" ".join(map(place, kinds)) for kinds in found] == wanted
 

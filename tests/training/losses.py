@@ -496,14 +496,15 @@ def of_sums_inside(u, params):
     def scaled(by):
         return lambda u: optax.tree.scale(by(u), u)
 
-    whole = jax.checkpoint(total)(u)
+    whole, of_layers = jax.checkpoint(total)(u), total(u["blocks"])
     u = jax.lax.cond(
         params["head"][0, 0] > 0,
         scaled(lambda u: 1 / (1 + jax.jit(total)(u))),
         scaled(lambda u: total(u) + u["gain"][0]),
         u,
     )
-    return jax.lax.cond(whole > 1e-3, scaled(lambda _: 0.5), lambda u: u, u)
+    u = jax.lax.cond(whole > 1e-3, scaled(lambda _: 0.5), lambda u: u, u)
+    return optax.tree.scale(1 / (1 + of_layers), u)
 
 
 @dataclasses.dataclass(eq=False)
