@@ -129,6 +129,11 @@ NAMED = {
         "z",
         "0",
     ),
+    "an operation without a rule": (
+        "z = jax.random.key_data(jax.random.wrap_key_data(jnp.ones((3, 2), 'uint32')))",
+        "x[:, :2] + z",
+        *("-", "0"),
+    ),
     "sums of a vmap": (
         "z, u = (jax.vmap(lambda v: v - lax.psum(v, 'j'), k, k, axis_name='j')(x) "
         "for k in (0, 1))",
@@ -255,19 +260,46 @@ def place(kind):
     return f"{axis}/{entries}" if entries > 1 else str(axis)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("name", NAMED | ONLY)
-def test_slices_of_a_program_by_name(name):
-    """They are those of the whole, in NumPy."""
-    first, results, some, *each = (NAMED | ONLY)[name]
+def found_in(name):
+    """Where the slices of the results of a program lie, both ways, as in the tables."""
+    first, results, *_ = (NAMED | ONLY)[name]
     body = textwrap.indent(f"{first}\nreturn {results},\n", "  ")
     rng, number = np.random.default_rng(0), 1 if name in ONLY else 3
     args = {key: rng.standard_normal((number, 3)) for key in ("x", "y", "w")}
     p = programs.Program(f"def f(x, y, w):\n{body}", args, {"x": 0, "y": 0}, number)
+    found = programs.verdicts(p, programs.in_numpy)
+    return [" ".join(map(place, kinds)) for kinds in found]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", NAMED | ONLY)
+def test_slices_of_a_program_by_name(name):
+    """They are those of the whole, in NumPy."""
+    _, _, some, *each = (NAMED | ONLY)[name]
+    assert found_in(name) == [some, *(each or [some])]
+
+
+def test_no_array_leaks_from_the_trace_of_a_turn():
     with jax.checking_leaks():
-        found = programs.verdicts(p, programs.in_numpy)
-    wanted = [some, *(each or [some])]
-    assert [" ".join(map(place, kinds)) for kinds in found] == wanted
+        found_in("a scan with a carry of each kind")
+
+
+def test_a_debugger_sees_the_slices():
+    """As each layer is shown; a compiled evaluation refuses to show some of them."""
+    seen, kind = [], Kind(Source(3, 1), Along(0))
+
+    def f(x):
+        jax.debug.callback(seen.append, 2 * x)
+
+    whole = slices.trace_whole(f, (jnp.ones((3, 2)),), {0: kind}, {0: jnp.ones((1, 2))})
+    evaluator = Evaluator(Policy("slice", "array", (), programs.own_sum))
+    part = [Slices(jnp.ones((1, 2)), kind)]
+    with pytest.raises(slices.MixedSlicesError, match="may mix slices, by 'debug_call"):
+        evaluator.results(whole.closed, part)
+    with jax.disable_jit():
+        evaluator.results(whole.closed, part)
+    jax.effects_barrier()
+    assert [x.tolist() for x in seen] == [[[2, 2]]]
 
 
 def test_a_derivative_is_that_of_the_whole_program():
