@@ -5,6 +5,7 @@ one device, which has everything.
 """
 
 import collections
+import functools
 import itertools
 import math
 import string
@@ -29,7 +30,7 @@ REDUCED = {
     **{"reduce_or": np.any, "reduce_prod": np.prod, "reduce_and": np.all},
 }
 SAME = {"copy", "copy_p", "device_put", "stop_gradient"}
-SAME |= {"sharding_constraint", "reshard"}
+SAME |= {"layout_constraint", "sharding_constraint", "reshard", "pvary", "pcast"}
 PROGRAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 
 
@@ -146,7 +147,7 @@ def array(x, dtype=None):
 
 
 class Program:
-    """Runs a program.
+    """Runs a program, as on a platform.
 
     Attributes:
       sent: the bytes that a device sends in each exchange, with the number of devices
@@ -155,8 +156,9 @@ class Program:
       values: those of the program's variables, on each device.
     """
 
-    def __init__(self, closed):
-        self.closed, self.sent, self.ran = closed, [], collections.Counter()
+    def __init__(self, closed, platform="cpu"):
+        self.closed, self.platform = closed, platform
+        self.sent, self.ran = [], collections.Counter()
         self.values, self._names, self._sizes = {}, (), ()
 
     def __call__(self, *args):
@@ -217,8 +219,10 @@ class Program:
         return versions.bind(eqn, inputs)  # Of random numbers.
 
     def _platform_index(self, inputs, eqn, *, platforms):
-        on_cpu = [k for k, of in enumerate(platforms) if of is None or "cpu" in of]
-        return [[np.asarray(on_cpu[0])]]
+        fitting = [
+            k for k, of in enumerate(platforms) if of is None or self.platform in of
+        ]
+        return [[np.asarray(fitting[0])]]
 
     def _apart(self, f, inputs, count):
         """By one device after another, as they do not do the same."""
@@ -323,22 +327,49 @@ class Program:
         places = np.ndindex(*self._sizes)
         return [[np.asarray(self._index(named(axis_name), at)[0]) for at in places]]
 
-    def _all_to_all(self, inputs, eqn, *, axis_name, split_axis, concat_axis, **_):
-        (x,), names = inputs, named(axis_name)
-        count = len(x)
-        assert count == math.prod(self._sizes)
+    def _groups(self, names):
+        """The devices that differ along these axes alone, in their order there."""
         places = [*np.ndindex(*self._sizes)]
         others = [k for k, name in enumerate(self._names) if name not in names]
         groups = {}
         for d, at in enumerate(places):
             groups.setdefault(tuple(at[k] for k in others), []).append(d)
-        made = [None] * count
-        for group in groups.values():
-            group.sort(key=lambda d: self._index(names, places[d]))
+        return [
+            sorted(group, key=lambda d: self._index(names, places[d])[0])
+            for group in groups.values()
+        ]
+
+    def _reduced(self, inputs, names, f):
+        """Over the devices along these axes, on each of them; or over arrays' axes."""
+        if all(isinstance(name, int) for name in names):  # Of a ``vmap``.
+            return [[f.reduce(y, axis=tuple(names)) for y in x] for x in inputs]
+        results = [[None] * len(x) for x in inputs]
+        for group in self._groups(names):
+            for x, made in zip(inputs, results, strict=True):
+                total = functools.reduce(f, [x[d] for d in group])
+                for d in group:
+                    made[d] = total
+        return results
+
+    def _psum(self, inputs, eqn, *, axes, **_):
+        return self._reduced(inputs, axes, np.add)
+
+    _psum_invariant = _psum
+
+    def _pmin(self, inputs, eqn, *, axes, **_):
+        return self._reduced(inputs, axes, np.minimum)
+
+    def _pmax(self, inputs, eqn, *, axes, **_):
+        return self._reduced(inputs, axes, np.maximum)
+
+    def _all_to_all(self, inputs, eqn, *, axis_name, split_axis, concat_axis, **_):
+        (x,), names = inputs, named(axis_name)
+        made = [None] * len(x)
+        for group in self._groups(names):
             parts = [np.split(x[d], len(group), split_axis) for d in group]
             for n, d in enumerate(group):
                 made[d] = np.concatenate([of[n] for of in parts], concat_axis)
-        self.sent.append((x[0].nbytes, self._index(names, places[0])[1]))
+        self.sent.append((x[0].nbytes, len(group)))
         return [made]
 
 

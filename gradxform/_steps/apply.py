@@ -440,8 +440,7 @@ def _check_by_layers(
 ) -> None:
     """Raises ``TypeError`` for keywords that a step by layers cannot give or take.
 
-    There is no gradient yet. One like the parameters shows what an update reads, all of
-    it on the device.
+    There is no gradient yet. One like the parameters shows what an update reads.
     """
     whole = {"grad", "value_fn"}
     if found := sorted(whole & ({*extra} | keywords.named_by(tx, state))):
@@ -452,8 +451,9 @@ def _check_by_layers(
         )
 
     def update(extra: dict[str, Any]) -> Any:
-        trees = host.to_device((learning, state, params, extra))
-        return gate.step(tx, *trees, applies=False)
+        # A step brings layers to the device, so an update sees none on the host.
+        args = host.to_device((learning, state, params, extra))
+        return gate.step(tx, *args, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=takes)
 

@@ -6,6 +6,7 @@ families find what a draw of all operations would find in hours.
 
 import collections
 import itertools
+import re
 import textwrap
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from gradxform._jax import versions
 from gradxform._slices import rules, slices
 from gradxform._slices.rules import RULES, Along
+from gradxform._slices.slices import Evaluator, Kind, Missing, Policy, Slices, Source
 from tests.draw import __main__, programs
 from tests.draw.programs import FAMILIES
 
@@ -54,8 +56,8 @@ NAMED = {
     "many readers": (
         "z = jnp.arange(3.0).reshape(3, 1) + jnp.zeros((3, 3))\n"
         + 20 * "z = z * 0.5 + z ** 2 * 0.25\n",
-        "x * z, x + z",
-        *("- -", "0 0"),
+        "x * z, x + z, z @ w",
+        *("- - .", "0 0 ."),
     ),
     # Each turn returns its input, so JAX leaves a loop that returns nothing.
     "an empty loop": (
@@ -90,6 +92,12 @@ NAMED = {
         "jnp.tile(x, (1, 2)), x.reshape(9), w + 1, jnp.sum(x, 1), x[None]",
         "0 0 0 0/3 . 0 1",
     ),
+    # What is as short as the number of slices may be made, and read at an index.
+    "short arrays": (
+        "z, u = jnp.arange(3.0)[::-1], jnp.cumsum(jnp.ones((3, 3)), 0)",
+        "x * z[:, None], x * u, x + jnp.cumsum(jnp.ones((3, 1)), 0)",
+        *("- - -", "0 - 0"),
+    ),
     "rows at indices": (
         "z = w[jnp.arange(3)]",
         "z + x, w[jnp.arange(2)] + x[:2]",
@@ -97,8 +105,9 @@ NAMED = {
     ),
     "a call": (
         "z = jax.jit(lambda v, u: (v + 1, jnp.cumsum(u, 0), jnp.ones((3, 3))))(x, y)",
-        "z[0], z[1], z[2] + x, jax.jit(lambda v: v * 2)(w)",
-        "0 - 0 .",
+        "z[0], z[1], z[2] + x, jax.jit(lambda v: v * 2)(w), "
+        "jax.jit(lambda v: jnp.zeros((3, 3)) + v)(w[0, 0]) + x",
+        "0 - 0 . 0",
     ),
     "a checkpoint": (
         "z = jax.checkpoint(lambda v, u: (v + 1, jnp.cumsum(u, 0), jnp.ones((3, 3)), u)"
@@ -112,6 +121,24 @@ NAMED = {
         "z = lax.optimization_barrier((x, jnp.cumsum(y, 0), w, y, jnp.ones((3, 3))))",
         "*z, x + z[4]",
         "0 - . 0 . 0",
+    ),
+    # The form for whole arrays of a platform is left out.
+    "platforms": (
+        "z = lax.platform_dependent(x, cpu=lambda v: 0 * jnp.cumsum(v, 0) + 2 * v, "
+        "default=lambda v: v + v)",
+        "z",
+        "0",
+    ),
+    "an operation without a rule": (
+        "z = jax.random.key_data(jax.random.wrap_key_data(jnp.ones((3, 2), 'uint32')))",
+        "x[:, :2] + z",
+        *("-", "0"),
+    ),
+    "sums of a vmap": (
+        "z, u = (jax.vmap(lambda v: v - lax.psum(v, 'j'), k, k, axis_name='j')(x) "
+        "for k in (0, 1))",
+        "z, u",
+        "- -",
     ),
     "a solve": (
         "solve = lambda _, v: v / 2\n"
@@ -135,10 +162,10 @@ NAMED = {
     ),
     "a loop of all": (
         "z = lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * y, c[2] + x"
-        ", c[3] * w[0, 0], jnp.cumsum(c[4], 0)), "
-        "(0, x, jnp.zeros((3, 3)), np.ones((3, 3)), x))",
-        "z[0] + 0.0, z[1], z[2], z[3], z[4]",
-        ". 0 0 . -",
+        ", c[3] * w[0, 0], jnp.cumsum(c[4], 0), c[5]), (0, x, jnp.zeros((3, 3)), "
+        "np.ones((3, 3)), x, jnp.zeros((3, 3))))",
+        "z[0] + 0.0, z[1], z[2], z[3], z[4], z[5] + x",
+        ". 0 0 . - 0",
     ),
     "a loop that a sum ends": (
         "z = lax.while_loop(lambda c: jnp.sum(c) < 9, lambda c: 2 * jnp.abs(c) + 1, x)",
@@ -168,9 +195,11 @@ NAMED = {
     ),
     "a scan over slices and what mixes them": (
         "z = lax.scan(lambda c, v: (c, (v[0], v[1])), 0.0, (x, jnp.cumsum(y, 0)))[1]\n"
-        "u = lax.scan(lambda c, v: (c, v + c[:, 0]), jnp.cumsum(y, 0), x)[1]",
-        "z[0], z[1], u",
-        "0 - -",
+        "u = lax.scan(lambda c, v: (c, v + c[:, 0]), jnp.cumsum(y, 0), x)[1]\n"
+        "v = lax.scan(lambda c, v: (c, v), 0.0, (jnp.cumsum(y, 0) * 2, x))[1]\n"
+        "a = lax.scan(lambda c, v: (c, v[0] + v[1]), 0.0, (w, x))[1]",
+        "*z, u, *v, a",
+        *("0 - - - 0 -", "0 - - - 0 0"),
     ),
     "a scan whose carry mixes them": (
         "z = lax.scan(lambda c, v: (jnp.cumsum(c, 0), v), x, y.T)",
@@ -217,8 +246,8 @@ ONLY = {
     "an only slice": (
         "c = np.ones((1, 3))",
         "x * c, x + c + jnp.ones((1, 3)), jnp.arange(1.0)[:, None] + x, jnp.sum(x, 0), "
-        "jnp.cumsum(x, 0)",
-        *("0 0 0 - -", "0 0 0 . ."),
+        "jnp.cumsum(x, 0), jnp.concatenate([x, c], 1)",
+        *("0 0 0 - - 0", "0 0 0 . . 0"),
     ),
 }
 
@@ -231,18 +260,128 @@ def place(kind):
     return f"{axis}/{entries}" if entries > 1 else str(axis)
 
 
-@pytest.mark.every
-@pytest.mark.parametrize("name", NAMED | ONLY)
-def test_slices_of_a_program_by_name(name):
-    """They are those of the whole, in NumPy."""
-    first, results, some, *each = (NAMED | ONLY)[name]
+def found_in(name):
+    """Where the slices of the results of a program lie, both ways, as in the tables."""
+    first, results, *_ = (NAMED | ONLY)[name]
     body = textwrap.indent(f"{first}\nreturn {results},\n", "  ")
     rng, number = np.random.default_rng(0), 1 if name in ONLY else 3
     args = {key: rng.standard_normal((number, 3)) for key in ("x", "y", "w")}
     p = programs.Program(f"def f(x, y, w):\n{body}", args, {"x": 0, "y": 0}, number)
     found = programs.verdicts(p, programs.in_numpy)
-    wanted = [some, *(each or [some])]
-    assert [" ".join(map(place, kinds)) for kinds in found] == wanted
+    return [" ".join(map(place, kinds)) for kinds in found]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", NAMED | ONLY)
+def test_slices_of_a_program_by_name(name):
+    """They are those of the whole, in NumPy."""
+    _, _, some, *each = (NAMED | ONLY)[name]
+    assert found_in(name) == [some, *(each or [some])]
+
+
+def test_no_array_leaks_from_the_trace_of_a_turn():
+    with jax.checking_leaks():
+        found_in("a scan with a carry of each kind")
+
+
+def test_a_debugger_sees_the_slices():
+    """As each layer is shown; a compiled evaluation refuses to show some of them."""
+    seen, kind = [], Kind(Source(3, 1), Along(0))
+
+    def f(x):
+        jax.debug.callback(seen.append, 2 * x)
+
+    whole = slices.trace_whole(f, (jnp.ones((3, 2)),), {0: kind}, {0: jnp.ones((1, 2))})
+    evaluator = Evaluator(Policy("slice", "array", (), programs.own_sum))
+    part = [Slices(jnp.ones((1, 2)), kind)]
+    with pytest.raises(slices.MixedSlicesError, match="may mix slices, by 'debug_call"):
+        evaluator.results(whole.closed, part)
+    with jax.disable_jit():
+        evaluator.results(whole.closed, part)
+    jax.effects_barrier()
+    assert [x.tolist() for x in seen] == [[[2, 2]]]
+
+
+def test_a_derivative_is_that_of_the_whole_program():
+    """Its rule is another one than that of its operations; an integer has none."""
+    text = (
+        "@jax.custom_jvp\n"
+        "def h(x, w):\n  return x * w[0], jnp.argmax(x, 1), jnp.sum(w)\n"
+        "h.defjvp(lambda p, t: (h(*p), (3 * t[0], np.zeros(3, jax.dtypes.float0), "
+        "jnp.sum(5 * t[1]))))\n"
+        "def f(x, y, w):\n"
+        "  z, k, s = h(x * y, w)\n"
+        "  return z + k[:, None], jnp.cos(z) * s\n"
+    )
+    rng = np.random.default_rng(0)
+    args = {key: rng.standard_normal((3, 3)) for key in ("x", "y", "w")}
+    moved = {key: rng.standard_normal((3, 3)) for key in ("x", "y", "w")}
+    p = programs.Program(text, args, {"x": 0, "y": 0}, 3)
+    with programs.wide():
+        run, _ = programs.by_slices(p, 1, numbered=True)
+        kinds = programs.kinds_of(p, 1)
+        pair = [*args.values()], [*moved.values()]
+        _, wanted = programs.in_numpy(lambda *x: jax.jvp(p.f, *x), *pair)
+        for i in range(3):
+            parts = [
+                [programs.part(x, kind, [i]) for x, kind in zip(xs, kinds, strict=True)]
+                for xs in pair
+            ]
+            _, got = programs.in_numpy(
+                lambda *x, i=i: jax.jvp(lambda *x: run(i, *x), *x), *parts
+            )
+            for x, y in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(x, y[i : i + 1], rtol=1e-12)
+
+
+def test_sums_over_a_mesh_axis_are_sums_of_slices():
+    """Each result is one of the operands, summed on its own; a mix stays one."""
+
+    def f(x, w):
+        ones, mixed = jnp.ones((3, 2)), jnp.cumsum(x, 0)
+        return (
+            *lax.psum((x, w, mixed), "i"),
+            lax.pmax(x, "i"),
+            x + lax.psum(ones, "i"),
+        )
+
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 3, 2)), rng.standard_normal((2, 4))
+    source = Source(3, 1)
+    kind = Kind(source, Along(0))
+    found = []
+
+    def run(i, part, x, w):
+        whole = slices.trace_whole(f, (x, w), {0: kind}, {0: part, 1: w})
+        policy = Policy("slice", "array", refused, lambda *_: None)
+        evaluator = Evaluator(policy, first={source: i})
+        results = evaluator.results(whole.closed, [Slices(part, kind), w])
+        found[:] = [
+            getattr(x, "kind", None) or getattr(x, "reason", "") for x in results
+        ]
+        return [getattr(x, "array", x) for x in results if not isinstance(x, Missing)]
+
+    def in_numpy(f, axes, *args):
+        with programs.wide():
+            mapped = jax.vmap(f, axes, axis_name="i")
+            return jax.tree.leaves(programs.in_numpy(mapped, *args))
+
+    refused = ()
+    whole = in_numpy(f, 0, x, w)
+    for i in range(3):
+        got = in_numpy(run, (None, 0, 0, 0), i, x[:, i : i + 1], x, w)
+        assert found == [kind, "", found[2], kind, kind]
+        assert re.match("its update may mix slices, by 'cumsum'", found[2])
+        wanted = [
+            whole[0][:, i : i + 1],
+            whole[1],
+            *(y[:, i : i + 1] for y in whole[3:]),
+        ]
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-12)
+    refused = versions.OVER_MESH
+    with pytest.raises(slices.MixedSlicesError, match="may mix slices, by 'psum'"):
+        in_numpy(run, (None, 0, 0, 0), 0, x[:, :1], x, w)
 
 
 @pytest.mark.parametrize("number", [1, 2])

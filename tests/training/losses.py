@@ -482,6 +482,32 @@ def measured():
     return optax.GradientTransformation(init, update)
 
 
+@jax.custom_jvp
+def total(tree):
+    """A sum of squares, in a function with a derivative of its own."""
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
+
+
+total.defjvp(lambda primals, tangents: (total(*primals), total(*tangents)))
+
+
+def of_sums_inside(u, params):
+    """Sums in branches, in ``jit``, in a checkpoint, and in what a sum chooses."""
+
+    def scaled(by):
+        return lambda u: optax.tree.scale(by(u), u)
+
+    whole, of_layers = jax.checkpoint(total)(u), total(u["blocks"])
+    u = jax.lax.cond(
+        params["head"][0, 0] > 0,
+        scaled(lambda u: 1 / (1 + jax.jit(total)(u))),
+        scaled(lambda u: total(u) + u["gain"][0]),
+        u,
+    )
+    u = jax.lax.cond(whole > 1e-3, scaled(lambda _: 0.5), lambda u: u, u)
+    return optax.tree.scale(1 / (1 + of_layers), u)
+
+
 @dataclasses.dataclass(eq=False)
 class Way:
     """A transformation, and how its steps are called.
@@ -608,6 +634,7 @@ TWO_PASSES = {
     ),
     "norm": optax.chain(measured(), optax.adamw(SCHEDULE)),
     "norm of updates": optax.chain(optax.adamw(SCHEDULE), measured()),
+    "sums inside": optax.stateless(of_sums_inside),
     "maximum": optax.stateless(
         lambda u, _: optax.tree.scale(-1 / optax.tree.max(jax.tree.map(abs, u)), u)
     ),
