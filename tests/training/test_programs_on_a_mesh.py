@@ -256,9 +256,9 @@ def test_the_state_of_a_stack_does_not_travel(name, axis_type):
 def traced_inside(f, cut, sizes, names):
     """An update inside of a ``shard_map`` over some mesh axes."""
     on = AbstractMesh(sizes, ("x", "y")[: len(sizes)], (AUTO,) * len(sizes))
-    tx = gx.whole_matrices(optax.stateless(lambda u, _: f(u)))
+    tx = gx.whole_matrices(optax.stateless(lambda u, _: {"g": f(u["g"])}))
     inside = jax.shard_map(
-        lambda g: tx.update(g, optax.EmptyState())[0],
+        lambda g: tx.update({"g": g}, tx.init({"g": g}))[0]["g"],
         **{"mesh": on, "in_specs": cut, "out_specs": cut, "axis_names": {*names}},
     )
     return jax.make_jaxpr(jax.jit(inside))(np.ones((8, 16), np.float32))
@@ -273,6 +273,7 @@ WHOLE = {
     "all": (product, P(), (4,), "x"),
     "all of both axes": (product, P(), (2, 2), "xy"),
     "beside an axis of one device": (product, P(), (2, 1), "x"),
+    "on one device": (product, P("x"), (1,), "x"),
     "a part, without a product": (jnp.abs, P("x"), (4,), "x"),
 }
 
