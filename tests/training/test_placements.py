@@ -33,17 +33,21 @@ def typed(spec, kinds=(EXPLICIT, EXPLICIT), sizes=(2, 2)):
 
 
 # What follows is made when a test runs.
-def there(spec, sizes=(2, 2)):
-    def made():
-        devices = jax.devices()[: sizes[0] * sizes[1]]
-        mesh = jax.make_mesh(sizes, ("x", "y"), (AUTO, AUTO), devices=devices)
-        return jax.device_put(HOST, NamedSharding(mesh, spec))
+def mesh_of(sizes):
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    return jax.make_mesh(sizes, ("x", "y"), (AUTO, AUTO), devices=devices)
 
-    return made
+
+def there(spec, sizes=(2, 2)):
+    return lambda: jax.device_put(HOST, NamedSharding(mesh_of(sizes), spec))
 
 
 def alone():
     return jax.device_put(HOST)
+
+
+def given(spec):
+    return lambda: NamedSharding(mesh_of((2, 2)), spec)
 
 
 def one_device():
@@ -137,7 +141,7 @@ CASES = {
     ),
     "half a type, and given": (
         ([typed(X, (EXPLICIT, AUTO))],),
-        [on(BOTH)],
+        [given(BOTH)],
         ((2, 2), {0: BOTH}, {}, [0], [0], False),
     ),
     # What an argument is beside updates and parameters no user has to say.
@@ -153,7 +157,7 @@ CASES = {
     ),
     "traced gradients of some": (
         ([None, TRACED], [TRACED, TRACED]),
-        [on(X), on(Y)],
+        [given(X), given(Y)],
         ((2, 2), {0: Y, 1: X, 2: Y}, {}, [], [], False),
     ),
     "traced parameters": (
@@ -163,12 +167,12 @@ CASES = {
     ),
     "given": (
         ([TRACED, TRACED], [TRACED, TRACED], [TRACED, there(WHOLE)]),
-        [on(X), on(Y)],
+        [given(X), given(Y)],
         ((2, 2), {0: X, 1: Y, 2: X, 3: Y, 5: WHOLE}, {4: X}, [], [5], False),
     ),
     "given, not known": (
         ([TRACED], None, [TRACED], {"value": TRACED}),
-        [on(Y)],
+        [given(Y)],
         ((2, 2), {0: Y}, {1: Y}, [], [], False),
     ),
     "given, on one device": (
@@ -178,7 +182,7 @@ CASES = {
     ),
     "given, one of them on one device": (
         ([TRACED, TRACED], None, [TRACED, TRACED]),
-        [one_device, on(Y)],
+        [one_device, given(Y)],
         ((2, 2), {1: Y}, {}, [], [], False),
     ),
 }
@@ -215,4 +219,4 @@ def test_a_traced_step_of_one_device(monkeypatch):
 def test_an_error_names_what_shardings_are_of(params):
     name = "updates" if params is None else "params"
     with pytest.raises(TypeError, match=f"shardings has .* {name} has nothing"):
-        found(([TRACED], params), [on(X), on(Y)])
+        found(([TRACED], params), [given(X), given(Y)])
