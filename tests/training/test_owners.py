@@ -202,6 +202,13 @@ def test_whose_a_result_is(name):
             assert found == whose[name]
 
 
+def test_somebody_may_know_what_is_of_one_owner():
+    closed = jax.make_jaxpr(lambda a, b, c: (2 * a, 3 * b, 4 * c))(*np.ones((3, 2, 2)))
+    jaxpr, eqns = closed.jaxpr, closed.jaxpr.eqns
+    a, b, c = Owners(jaxpr, eqns, (), [jaxpr.invars[:2]]).equations
+    assert a == b != c
+
+
 def mixing(rng):
     """What two leaves become: one of them is added to another one."""
     one, other = rng.sample("abc", 2)
