@@ -46,9 +46,11 @@ class Trial:
     Attributes:
       program: the update of all devices.
       expected: that of one device.
+
+    On explicit axes its state lies where matrices are, or as parameters do.
     """
 
-    def __init__(self, inner, shapes, cuts, sizes, axis_type):
+    def __init__(self, inner, shapes, cuts, sizes, axis_type, is_there=True):
         names = ("x", "y", "z")[: len(sizes)]
         on = AbstractMesh(sizes, names, (axis_type,) * len(sizes))
         where = {k: NamedSharding(on, cut) for k, cut in cuts.items()}
@@ -61,7 +63,7 @@ class Trial:
         self.expected = Program(jax.make_jaxpr(inner.update)(plain, state, plain))
         with jax.sharding.use_abstract_mesh(on):
             if axis_type == EXPLICIT:
-                state = gx.abstract_state(tx, like)
+                state = gx.abstract_state(tx if is_there else inner, like)
             self.program = Program(jax.make_jaxpr(tx.update)(like, state, like))
         if axis_type == EXPLICIT:
             results = self.program.closed.out_avals
@@ -150,13 +152,15 @@ def test_groups_wait_for_each_other_and_make_their_random_numbers():
     inner = optax.stateless(lambda u, _: each(sketched, u))
     trial = Trial(inner, shapes, dict.fromkeys(shapes, cut), (2, 2), axis_type)
     trial.run()
-    first, group, second, *_ = (
+    first, group, second, other = (
         eqn
         for eqn in trial.program.closed.eqns
         if eqn.primitive.name in ("jit", "pjit", "optimization_barrier")
     )
     assert len(first.invars) == len(group.outvars) == 3
     assert second.invars[1:] == group.outvars
+    # What is the same for all matrices, such as a key, is one operand.
+    assert len(group.invars) - 3 == len(other.invars) - 1 > 0
     assert trial.program.ran["random_bits"] == 2
 
 
@@ -371,6 +375,18 @@ def test_types_of_results_that_are_no_leaves():
     wanted = [a @ a.T @ a, 2 * b, 4, b @ b.T, 3 * a]
     for x, y in zip(program(*args), wanted, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.figures
+def test_a_state_that_lies_as_its_parameters_travels():
+    """Types say where it lies. There go gradients, momenta and factors.
+
+    Of a factor each device sends half of its copy, and gives both copies back.
+    """
+    trial = Trial(preconditioned(), *STACK, EXPLICIT, is_there=False)
+    of_matrix, of_factor = (8 * 8 * n * REAL // 4 for n in (16, 8))
+    sent = (2 * of_matrix + of_factor, 4), (of_matrix + 2 * of_factor, 4)
+    assert trial.run(2) == [[*sent]] * 2
 
 
 def traced_inside(f, cut, sizes, names):
