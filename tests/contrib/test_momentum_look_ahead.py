@@ -13,6 +13,7 @@ from flax import nnx
 import gradxform as gx
 from tests import oracles
 from tests.contrib.test_delayed_nesterov import draw
+from tests.in_numpy import Program
 
 ALIGN = gx.contrib.MomentumAlignment()
 RATES = 0.1 * 0.98 ** np.arange(50, dtype=np.float32)
@@ -62,6 +63,45 @@ def test_on_either_side_of_the_thresholds(cosine, kind):
         # A gradient that is aligned stays as it is.
         rtol, atol = (0, 0) if kind == "aligned" else (1e-4, 2e-6 * length)
         np.testing.assert_allclose(new, expected, rtol=rtol, atol=atol)
+
+
+def drawn_alignment(rng):
+    """Any numbers in their ranges. A large eps shows wherever it is added."""
+    aligned = rng.choice([-0.5, 0.2, 0.5, 1.0])
+    opposed = aligned - rng.choice([0.1, 0.4, 2.0])
+    confidence, rotation, shrinkage = rng.choice([0, 0.5, 3.0], 3)
+    most, eps = rng.choice([0, 0.5, 0.9]), rng.choice([0, 1e-3, 0.25, 0.5])
+    numbers = aligned, opposed, confidence, rotation, shrinkage, most, eps
+    return gx.contrib.MomentumAlignment(*map(np.float64, numbers))
+
+
+def test_any_numbers_correct_as_the_formula_says():
+    """Of layers that point in all directions, and of some that are 0."""
+    rng = np.random.default_rng(0)
+    g, m = rng.normal(size=(2, 40, 3)) * rng.choice([0.2, 1, 3], (2, 40, 1))
+    g[:4] = [1, 0, 0], [1, 0, 0], [0.5, 0, 0], [0, 0, 0]
+    m[:4] = [1, 0, 0], [0, 1, 0], [-0.25, 0, 0], [1, 0, 0]
+    g[4:7], m[4:6], m[6] = rng.normal(size=(3, 3)), 0, [1e200, 0, 0]
+
+    def update(g, m, b1, alignment):
+        tx = gx.contrib.scale_by_momentum_look_ahead(
+            b1, alignment=alignment, stacked_axes=1
+        )
+        updates, state = tx.update(g, tx.init(g)._replace(mu=m))
+        return updates, state.mu
+
+    with jax.enable_x64(), np.errstate(all="ignore"):
+        b1, first = np.float64(0.25), drawn_alignment(rng)
+        program = Program(jax.make_jaxpr(update)(g, m, b1, first))
+        for align in [first, *(drawn_alignment(rng) for _ in range(15))]:
+            updates, mu = program(g, m, b1, align)
+            numbers = align._asdict()
+            new = np.stack(
+                [oracles.aligned(*of, **numbers) for of in zip(g, m, strict=True)]
+            )
+            wanted = 0.25 * m + 0.75 * new
+            np.testing.assert_allclose(mu, wanted, rtol=1e-9, err_msg=str(align))
+            np.testing.assert_allclose(updates, new + 0.25 * wanted, 1e-9, 1e-12)
 
 
 @pytest.mark.slow
