@@ -247,6 +247,7 @@ RIGHT = [
             {"name": "lion", "use_ema": False},
             {"name": "lion", "beta_1": 1, "beta_2": 1, "epsilon": 1},
             {"class_name": 3, "config": {}},
+            {"name": 3, "use_ema": False},
         )
     ),
 ]
@@ -283,6 +284,7 @@ WRONG = [
         serialized("Adagrad", KERAS3, module="mine.keras"),
         "'Adagrad' of mine.keras is not",
     ),
+    (serialized("Adagrad", KERAS3, module=None), "the class 'Adagrad' of None is not"),
     (serialized("Mine>Adam", {}), r"^the class 'Mine>Adam' of None is not read\."),
     (
         schedule("ExponentialDecay", decay_rate=0, initial_learning_rate=1),

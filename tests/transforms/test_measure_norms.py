@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +86,18 @@ def test_repeated_rows_are_summed_before(axes):
         wanted = length(grads.densify(), axes)
         np.testing.assert_allclose(state.norms, wanted, rtol=1e-6)
         grads = gx.IndexedSlices([1, 1], rows[:2], (5, 3))  # Others are zero now.
+
+
+def test_the_norms_of_a_stack_in_a_box_of_linen_have_none():
+    """Its names are those of all axes of the parameter."""
+    params = {"w": nn.Partitioned(jnp.array([[3.0, 4.0], [0.0, 2.0]]), ("x", "y"))}
+    for tx, norms in (
+        (gx.measure_norms(), 29**0.5),
+        (gx.measure_norms(stacked_axes=1), [5, 2]),
+    ):
+        _, state = tx.update(params, tx.init(params))
+        assert jax.tree.structure(state.norms) == jax.tree.structure({"w": 0})
+        np.testing.assert_allclose(state.norms["w"], norms, rtol=1e-6)
 
 
 def test_several_in_a_chain_have_their_own_and_each_is_found():
