@@ -911,19 +911,19 @@ def test_an_error_that_is_made_short_keeps_its_kind():
 
 # Each with a length, and the counts of its ends: no step may be taken for the next one.
 LONG_SCHEDULES = [
-    ("inverse_time_decay", 7, {"decay_rate": 3.0, "staircase": False}),
+    ("inverse_time_decay", 7, {"decay_rate": 3.0}),
     ("inverse_time_decay", 41, {"decay_rate": 0.5, "staircase": True}),
     ("inverse_time_decay", 10**6, {"decay_rate": 0.5, "staircase": True}),
-    ("polynomial_decay", 7, {"end_value": 0.25, "power": 2.0, "cycle": False}),
-    ("polynomial_decay", 41, {"end_value": 0.0, "power": 0.5, "cycle": False}),
+    ("polynomial_decay", 7, {"end_value": 0.25, "power": 2.0}),
+    ("polynomial_decay", 41, {"end_value": 0.0, "power": 0.5}),
     ("polynomial_decay", 41, {"end_value": 0.25, "power": 1.0, "cycle": True}),
     ("cosine_decay_restarts", 7, {"t_mul": 1.0, "m_mul": 0.5, "alpha": 0.25}),
-    ("cosine_decay_restarts", 7, {"t_mul": 2.0, "m_mul": 0.5, "alpha": 0.25}),
+    ("cosine_decay_restarts", 7, {}),
     ("cosine_decay_restarts", 10**6, {"t_mul": 1.0, "m_mul": 0.5, "alpha": 0.0}),
     ("cosine_decay_restarts", 10**6, {"t_mul": 1.5, "m_mul": 0.5, "alpha": 0.25}),
     ("cosine_decay_restarts", 41, {"t_mul": 1.0001, "m_mul": 0.5, "alpha": 0.25}),
     ("linear_cosine_decay", 41, {"num_periods": 1.5, "alpha": 0.1, "beta": 0.1}),
-    ("linear_cosine_decay", 7, {"num_periods": 0.5, "alpha": 0.0, "beta": 0.001}),
+    ("linear_cosine_decay", 7, {}),
 ]
 
 

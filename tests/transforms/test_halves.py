@@ -109,6 +109,62 @@ def test_a_parameter_and_its_residual_are_the_float32_number():
     np.testing.assert_array_equal(near, far)
 
 
+THRESHOLDS = 0.0, 0.2, 0.3, 0.7, 0.8, 1 - 2.0**-16
+
+
+def rounded_up(rest, threshold):
+    """Whether a part of the way up counts as all of it."""
+    return rest > 0 and rest > 1 - threshold
+
+
+def test_the_rest_of_a_part_is_rounded_up_above_one_threshold():
+    """Whole parts stay for any threshold, although float32 rounds the parameter."""
+    wholes = np.array([-300, -128, -127, -3, -1, 0, 1, 64, 126, 127, 300])
+    rests = np.array([0, 0.25, 0.75])
+    near = {dtype.name: np.full((11, 3), 1.5, "f4") for dtype in DTYPES}
+    gaps = {dtype.name: np.float64(next_above(1.5, dtype)) - 1.5 for dtype in DTYPES}
+    parts = (wholes[:, None] + rests) / 254
+    x = {k: np.float32(near[k] + parts * gaps[k]) for k in near}
+
+    @jax.jit
+    def run(x, threshold):
+        old = jnp.zeros((11, 3), "int8")
+        return {
+            k: master_weights._residual(x[k], near[k], x[k].astype(k), old, threshold)
+            for k in x
+        }
+
+    for threshold in THRESHOLDS:
+        wanted = [
+            [np.clip(n + rounded_up(rest, threshold), -128, 127) for rest in rests]
+            for n in wholes
+        ]
+        for got in run(x, np.float32(threshold)).values():
+            assert got.dtype == "int8"
+            np.testing.assert_array_equal(got, wanted)
+
+
+def test_a_bfloat16_residual_is_rounded_up_above_one_threshold():
+    low = np.float32([2**-10, 2**-9, 129 * 2**-17, -(2**-10), -(2**-9)])
+    high = np.float32(next_above(low, BF16))
+    near, rests = np.float32(1.5), [0, 0.25, 0.75]
+    x = np.float32([near + low + rest * (high - low) for rest in rests])
+    ends = np.float32([[np.inf, -np.inf, 3.4e38, np.nan, 1.5]])
+    after = np.float32([[np.inf, -np.inf, np.inf, np.nan, 1.5]])
+    given = np.concatenate([x, ends]), np.concatenate([np.full((3, 5), near), after])
+
+    @jax.jit
+    def run(x, near, threshold):
+        old = jnp.zeros(x.shape, BF16)
+        return master_weights._residual(x, near, x.astype(BF16), old, threshold)
+
+    for threshold in THRESHOLDS:
+        got = run(*given, np.float32(threshold))
+        assert got.dtype == BF16
+        wanted = [high if rounded_up(rest, threshold) else low for rest in rests]
+        np.testing.assert_array_equal(np.float32(got), [*wanted, np.zeros(5)])
+
+
 def test_which_parameters_are_in_half_precision():
     assert half.is_half(jnp.ones(1, "bfloat16"))
     assert half.is_half(np.float16(1))
