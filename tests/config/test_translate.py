@@ -190,6 +190,42 @@ RIGHT = [
         },
     ),
     (
+        schedule(
+            "CosineDecayRestarts",
+            initial_learning_rate=0.1,
+            first_decay_steps=4,
+            t_mul=3.0,
+            m_mul=0.5,
+            alpha=0.01,
+        ),
+        {
+            "name": "cosine_decay_restarts",
+            "init_value": 0.1,
+            "first_decay_steps": 4,
+            "t_mul": 3.0,
+            "m_mul": 0.5,
+            "alpha": 0.01,
+        },
+    ),
+    (
+        schedule(
+            "LinearCosineDecay",
+            initial_learning_rate=0.1,
+            decay_steps=4,
+            num_periods=1.5,
+            alpha=0.01,
+            beta=0.02,
+        ),
+        {
+            "name": "linear_cosine_decay",
+            "init_value": 0.1,
+            "decay_steps": 4,
+            "num_periods": 1.5,
+            "alpha": 0.01,
+            "beta": 0.02,
+        },
+    ),
+    (
         schedule("CosineDecay", initial_learning_rate=0.1, decay_steps=4, alpha=0.01),
         {
             "name": "cosine_decay_schedule",

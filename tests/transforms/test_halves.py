@@ -165,6 +165,30 @@ def test_a_bfloat16_residual_is_rounded_up_above_one_threshold():
         np.testing.assert_array_equal(np.float32(got), [*wanted, np.zeros(5)])
 
 
+def test_a_residual_is_the_nearest_part():
+    """Below its normal numbers float16 has 24 bits less than float32."""
+    near, dtype = np.float32(2.0**-19), np.dtype(np.float16)
+    x = near + np.float32([7.25, 7.75, -7.25, -7.75]) * 2**-40
+    ends = np.array([1, 3.39e38], BF16)  # Above the largest number there is none.
+    middle, one = np.float32([1 + 2**-8]), np.array([1], BF16)
+
+    @jax.jit
+    def run(x, ends, middle, one):
+        joined, rounded = master_weights._joined, master_weights._rounded
+        return (
+            master_weights._residual(x, near, x.astype(dtype), x.astype("int16"), None),
+            joined(ends, np.array([1, 0], "int16")),
+            joined(one, np.array([-(2.0**-9)], BF16)),
+            rounded(middle, one, np.zeros(1, "int8")),
+            rounded(middle, one, np.zeros(1, "int16")),
+        )
+
+    residual, parts, sums, even, upper = run(x, ends, middle, one)
+    assert residual.tolist() == [7, 8, -7, -8]
+    assert parts.tolist() == [1 + 2.0**-23, np.float32(ends[1])]
+    assert (sums, even, upper) == (1 - 2**-9, 1, 1 + 2**-7)
+
+
 def test_which_parameters_are_in_half_precision():
     assert half.is_half(jnp.ones(1, "bfloat16"))
     assert half.is_half(np.float16(1))
@@ -199,6 +223,12 @@ def test_residuals_are_those_of_their_parameters():
         gx.get_master_weights(params, optax.EmptyState())
     tx = gx.master_weights(optax.sgd(1.0))
     state = jax.eval_shape(tx.init, params)
+    described = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    inner = gx.master_weights(optax.trace(0.9)).init(described).inner_state
+    assert jax.tree.map(lambda x: x.dtype.name, inner.trace) == {
+        "a": "float32",
+        "b": "float32",
+    }
     kinds = jax.tree.map(lambda x: (x.shape, x.dtype.name), state.residual)
     assert kinds == {"a": ((2,), "int16"), "b": masked}
     with pytest.raises(
