@@ -41,6 +41,11 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
     return updates
 
 
+@jax.jit  # Compiled once for each shape.
+def corrected_by_default(g, m):
+    return corrected(g, m)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(
     ("cosine", "kind"),
@@ -56,7 +61,7 @@ def test_on_either_side_of_the_thresholds(cosine, kind):
     m = draw(30)
     for length in (0.01, 100.0):
         g = at_an_angle(m, cosine, length)
-        new = np.float64(corrected(jnp.asarray(g), m))
+        new = np.float64(corrected_by_default(g, m))
         numbers, wide = ALIGN._asdict(), (np.float64(g), np.float64(m))
         assert oracles.kind(*wide, **numbers) == kind
         expected = oracles.aligned(*wide, **numbers)
@@ -181,6 +186,17 @@ def test_a_worker_begins_ahead(dtype):
         expected = np.float64(params["w"]) - 0.5 * 0.75 * mu
         rtol = 1e-6 if dtype == "float32" else 1e-2
         np.testing.assert_allclose(np.float64(start["w"]), expected, rtol, rtol)
+
+
+def test_a_start_is_rounded_once_and_lies_where_the_parameters_do():
+    w, m = draw(64, dtype="bfloat16"), draw(64, dtype="bfloat16", seed=1)
+    ahead = np.float64(np.float32(0.3) * np.float32(0.7))
+    expected = (np.float64(w) - ahead * np.float64(m)).astype(w.dtype)
+    for params, mu in ((w, m), gx.on_host((w, m), min_size=1)):
+        state = gx.contrib.ScaleByMomentumLookAheadState(mu)
+        start = jax.jit(gx.contrib.worker_start)(params, state, 0.3, 0.7)
+        np.testing.assert_array_equal(start, expected)
+        assert start.sharding == params.sharding
 
 
 def test_workers_with_another_optimizer_start_at_the_parameters():

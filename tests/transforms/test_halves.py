@@ -7,7 +7,7 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform._transforms import half, master_weights
+from gradxform._transforms import half, master_weights, round_stochastically
 
 BF16 = jnp.dtype(jnp.bfloat16)
 DTYPES = BF16, np.dtype(np.float16)
@@ -187,6 +187,23 @@ def test_a_residual_is_the_nearest_part():
     assert residual.tolist() == [7, 8, -7, -8]
     assert parts.tolist() == [1 + 2.0**-23, np.float32(ends[1])]
     assert (sums, even, upper) == (1 - 2**-9, 1, 1 + 2**-7)
+
+
+def hashed(x):
+    """The hash lowbias32, in Python's integers."""
+    x = ((x ^ x >> 16) * 0x7FEB352D) % 2**32
+    x = ((x ^ x >> 15) * 0x846CA68B) % 2**32
+    return x ^ x >> 16
+
+
+def test_a_random_number_is_a_hash_of_its_key_and_its_place():
+    key = [0x12345678, 0x9ABCDEF0]
+    places = np.arange(24).reshape(2, 3, 4)
+    wanted = [hashed(hashed(n ^ key[0]) ^ key[1]) >> 16 for n in range(24)]
+    random = jax.jit(round_stochastically._random, static_argnums=1)
+    got = random(jnp.asarray(key, "uint32"), places.shape)
+    assert got.dtype == jnp.float32
+    np.testing.assert_array_equal(got.ravel(), np.array(wanted) / 2**16)
 
 
 def test_which_parameters_are_in_half_precision():

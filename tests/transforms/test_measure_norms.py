@@ -90,14 +90,10 @@ def test_repeated_rows_are_summed_before(axes):
 
 def test_the_norms_of_a_stack_in_a_box_of_linen_have_none():
     """Its names are those of all axes of the parameter."""
-    params = {"w": nn.Partitioned(jnp.array([[3.0, 4.0], [0.0, 2.0]]), ("x", "y"))}
-    for tx, norms in (
-        (gx.measure_norms(), 29**0.5),
-        (gx.measure_norms(stacked_axes=1), [5, 2]),
-    ):
-        _, state = tx.update(params, tx.init(params))
-        assert jax.tree.structure(state.norms) == jax.tree.structure({"w": 0})
-        np.testing.assert_allclose(state.norms["w"], norms, rtol=1e-6)
+    params = {"w": nn.Partitioned(jnp.ones((2, 3)), ("x", "y"))}
+    for axes, shape in ((None, ()), (1, (2,)), ({"w": 2}, (2, 3))):
+        state = jax.eval_shape(gx.measure_norms(stacked_axes=axes).init, params)
+        assert state.norms == {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
 
 def test_several_in_a_chain_have_their_own_and_each_is_found():
