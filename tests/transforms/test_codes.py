@@ -200,6 +200,13 @@ def test_scales_lie_where_their_blocks_do_if_the_devices_divide_these():
             scales, codes = jax.make_jaxpr(tx.init)(w).out_avals
         assert (scales.shape, scales.sharding.spec) == ((blocks, 8), wanted)
         assert (codes.shape, codes.sharding.spec) == ((length, 8), spec)
+    # Each device makes its own layers of a stack, or a part of each layer.
+    for spec, scans in ((P("x", None, None), 0), (P(None, "x", None), 1)):
+        there = NamedSharding(mesh, spec)
+        w = jax.ShapeDtypeStruct((4, 512, 8), jnp.float32, sharding=there)
+        with jax.set_mesh(mesh):
+            program = jax.make_jaxpr(tx.init)(w)
+        assert str(program).count("= scan[") == scans
 
 
 def test_a_new_state_of_one_number_is_not_encoded_but_on_cpu():
@@ -212,12 +219,14 @@ def test_a_new_state_of_one_number_is_not_encoded_but_on_cpu():
         )
         return gx.low_bit_state(made, min_size=8).init
 
-    for shape in ((64, 8), (3, 64, 8)):
+    for shape in ((64, 8), (3, 64), (3, 64, 8)):
         w = jax.ShapeDtypeStruct(shape, jnp.float32)
         for value, number in ((0.0, 1), (0.1, 1), (1e-35, 0)):
             program = str(jax.make_jaxpr(init(value))(w))
             constants = re.findall(r":i8\[[\d,]*\] = broadcast_in_dim", program)
             assert len(constants) == number
+            # A stack is made layer by layer.
+            assert program.count("= scan[") == (len(shape) == 3)
 
 
 def test_a_leaf_that_inner_makes_wider_keeps_its_dtype():
