@@ -23,7 +23,7 @@ ELEMENTWISE = {
     **{"or": np.bitwise_or, "not": np.logical_not, "sqrt": np.sqrt, "exp": np.exp},
     **{"square": np.square, "log": np.log, "rsqrt": lambda x: 1 / np.sqrt(x)},
     **{"is_finite": np.isfinite, "pow": np.power, "tanh": np.tanh, "rem": np.fmod},
-    **{"cos": np.cos},
+    **{"cos": np.cos, "expm1": np.expm1, "log1p": np.log1p},
 }
 REDUCED = {
     **{"reduce_sum": np.sum, "reduce_max": np.max, "reduce_min": np.min},
@@ -128,6 +128,7 @@ OPERATIONS = {
     "stack": lambda *x, axis, **_: np.stack(x, axis),
     "rev": lambda x, dimensions: np.flip(x, axis=dimensions),
     "integer_pow": lambda x, y: x**y,
+    "round": lambda x, rounding_method: np.round(x),
     "convert_element_type": lambda x, new_dtype, **_: x.astype(new_dtype),
     "select_n": lambda which, *cases: np.choose(which.astype(int), cases),
     "clamp": lambda low, x, high: np.clip(x, low, high),
