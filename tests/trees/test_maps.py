@@ -108,10 +108,16 @@ LINKS = gx.clip_by_global_norm(1.0), gx.clip_by_norm(1.0), gx.contrib.clip_by_zs
 CHAIN = optax.chain(*LINKS, gx.adagrad(0.1, row_wise=True, clipnorm=1.0))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("tx", "extra"),
-    [(CHAIN, {}), (gx.drop_stale(CHAIN, 1), {"local_step": 0}), (LINKS[1], {})],
-    ids=["chain", "drop_stale", "link"],
+    [
+        (CHAIN, {}),
+        (gx.drop_stale(CHAIN, 1), {"local_step": 0}),
+        (gx.skip_spikes(CHAIN), {}),
+        (LINKS[1], {}),
+    ],
+    ids=["chain", "drop_stale", "skip_spikes", "link"],
 )
 def test_repeated_rows_are_summed_once_in_a_step(tx, extra):
     """A sum begins with a sort of the indices; a push that is dropped has none."""
