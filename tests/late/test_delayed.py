@@ -88,6 +88,33 @@ def test_a_gradient_that_is_held_is_dense():
     gx.apply_gradients(dense, {"table": rows, "tail": rows}, state, params)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (jnp.ones((4, 1)), r"updates and ring differ at \['table'\].* f\w+32\[4,2\]"),
+        (jnp.ones((4, 2), complex), r"updates and ring differ at \['table'\]"),
+        (gx.IndexedSlices([1], np.ones((1, 2), "f4"), (4, 2)), "give this leaf a dela"),
+        ({}, r"updates and ring differ at \['table'\]"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_its_ring(table, message):
+    with pytest.raises(TypeError, match=message):
+        PARTLY.update({"table": table, "tail": TAIL}, PARTLY.init(BOTH), BOTH)
+
+
+PARTLY = gx.delayed(gx.scale_by_learning_rate(0.1), {"table": 1, "tail": 0})
+BOTH = {"table": jnp.zeros((4, 2)), "tail": jnp.zeros(1)}
+TAIL = gx.IndexedSlices([0], np.ones(1, "f4"), (1,))
+
+
+def test_a_gradient_without_a_ring_may_be_of_any_kind():
+    for tail in (TAIL, BOTH["table"]):
+        grads = BOTH | {"tail": tail}
+        updates, _ = jax.eval_shape(PARTLY.update, grads, PARTLY.init(BOTH))
+        assert updates["tail"].shape == tail.shape
+
+
 def test_a_number_may_stand_for_a_branch():
     state = made({"a": 1, "b": 2})
     assert jax.tree.map(jnp.shape, state.ring) == {"a": (1, 2), "b": {"c": (2, 3)}}

@@ -136,6 +136,20 @@ def test_ids_on_the_axis_that_cuts_the_table(types, spec, batch, in_context):
     np.testing.assert_array_equal(rows, draw(8, 8)[::-1])
 
 
+def test_rows_lie_as_their_ids_and_a_row_where_these_leave_an_axis():
+    mesh = names(*TYPES["explicit"])
+    for spec, batch, wanted in (
+        (P(None, ("x", "y")), P("x"), P("x", None)),
+        (P("x", "y"), P("x"), P("x", "y")),
+        (P("x", "y"), P(None), P(None, "y")),
+        (P("x", "y"), P(("x", "y")), P(("x", "y"), None)),
+    ):
+        on_table, on_ids = NamedSharding(mesh, spec), NamedSharding(mesh, batch)
+        table = jax.ShapeDtypeStruct((8, 8), "f4", sharding=on_table)
+        ids = jax.ShapeDtypeStruct((16,), "i4", sharding=on_ids)
+        assert jax.eval_shape(gx.lookup, table, ids).sharding.spec == wanted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("types", "specs", "compiled", "in_context"),
