@@ -90,6 +90,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", COMPLEX)
 def test_no_imaginary_part_is_lost(name):
     tx, g = COMPLEX[name], jnp.array([1j, 1, 1], jnp.complex64)

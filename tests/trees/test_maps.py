@@ -97,6 +97,17 @@ def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):
     assert passes <= check.cost_analysis()["bytes accessed"] / n < passes + 0.01
 
 
+def test_rows_are_written_into_an_array_of_numpy():
+    """As that of a state which was read from a file."""
+    new, table = jnp.ones((2, 3)), np.zeros((5, 3), np.float32)
+    grads = gx.IndexedSlices([1, 4], new, (5, 3))
+    for keeps in (None, True):
+        written = jax.eval_shape(
+            lambda keeps=keeps: boundary.scatter_rows(grads, table, new, keeps)
+        )
+        assert written.shape == table.shape
+
+
 @pytest.mark.parametrize("rate", [np.uint8(2), jnp.uint4(2), jnp.uint32(2), 2, 2.0])
 def test_a_rate_without_a_sign_descends(rate):
     tx = gx.scale_by_learning_rate(rate)
