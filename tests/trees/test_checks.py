@@ -140,7 +140,8 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("rows", [8, 1])
+@pytest.mark.every
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 1])
 @pytest.mark.parametrize("name", SIZES)
 def test_a_state_of_another_size_is_named(name, rows):
     """Also where one row would be broadcast, and the step would run."""

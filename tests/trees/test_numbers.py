@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from gradxform._jax import jaxprs
 from gradxform._numbers import arithmetic, constants, lateness, norms, workers
 from gradxform._trees import dtypes
 
@@ -293,6 +294,26 @@ def test_small_arrays_of_one_type_are_summed_together():
     program = str(jax.make_jaxpr(norms.squared_norms)(leaves))
     # The two of 4,097 entries are alone. The others: 32 + 1, 2, 1 and 1 of them.
     assert program.count("platform_index") == 5
+
+
+def test_what_the_compiler_for_cpu_may_not_share():
+    """How many arrays each barrier has: one alone, or one with what comes before it."""
+    kinds = {
+        "bfloat16": ([2], [1], [], [1, 1]),
+        "float16": ([1], [1], [], [1, 1]),
+        "float32": ([], [], [1], [1, 1]),
+    }
+    for dtype, wanted in kinds.items():
+        x = jax.ShapeDtypeStruct((2, 3), dtype)
+        programs = (
+            jax.make_jaxpr(norms._read_again)(x, 1.0),
+            jax.make_jaxpr(lambda x: norms.squared_norms([x], stacked_axes=1))(x),
+            jax.make_jaxpr(norms.alone)([x]),
+            jax.make_jaxpr(norms.squared_rows)([x]),
+        )
+        for program, numbers in zip(programs, wanted, strict=True):
+            barriers = jaxprs.anywhere(program.jaxpr, "optimization_barrier")
+            assert [len(eqn.invars) for eqn in barriers] == numbers
 
 
 def test_stacked_axes_are_ints_that_a_leaf_has():
