@@ -415,7 +415,12 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
         assert got.indices.tolist() == [4, 0, 4]
         np.testing.assert_array_equal(got.values, GRADS["table"].values)
     indices = jax.eval_shape(lambda: GRADS["table"]).indices
-    assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
+    assert (indices.shape, indices.dtype) == ((3,), np.dtype("int32"))
+    assert isinstance(indices.dtype, np.dtype)
+    # A callback under `vmap` gets the bits of a stack.
+    bits = np.uint32([[[1], [5], [0]], [[1], [1], [1]]])
+    stack = jax.tree.unflatten(jax.tree.structure(GRADS["table"]), [ONES, bits])
+    assert stack.indices.tolist() == [[4, 0, 5], [4, 4, 4]]
 
 
 def chosen(grads, keep):
