@@ -276,6 +276,18 @@ def test_untouched_rows_stay_to_the_bit(dtype, donated):
         assert np.all(bits(new)[at] != old[at])
 
 
+def test_parameters_of_another_shape_are_named_and_none_are_needed():
+    tx, table = gx.lazy(optax.sgd(0.1)), draw(0, HEIGHT, WIDTH)
+    grads, state = rows([3, 1], 0), tx.init(table)
+    with pytest.raises(TypeError, match=r"^updates and params differ at the root: .*f"):
+        tx.update(grads, state, table[1:])
+    updates, _ = jax.eval_shape(tx.update, grads, state)
+    assert updates.shape == table.shape
+    # The state of a part of a table is that of a table of its rows.
+    part = gx.TableRows([3], table[:1], (HEIGHT, WIDTH))
+    assert isinstance(gx.lazy(optax.trace(0.9)).init(part).trace, jax.Array)
+
+
 @pytest.mark.slow
 def test_padding_gives_zero_updates():
     """Adam without epsilon divides 0 by 0 there."""

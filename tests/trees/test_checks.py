@@ -141,8 +141,14 @@ SIZES = {
 
 
 @pytest.mark.every
-@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 1])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, 1) for name in SIZES),
+        *(("lazy", 8), ("optax's", 8)),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in [*SIZES][1:-1]),
+    ],
+)
 def test_a_state_of_another_size_is_named(name, rows):
     """Also where one row would be broadcast, and the step would run."""
     tx, field = SIZES[name]
