@@ -66,7 +66,7 @@ def test_it_has_shape_and_dtype_of_the_dense_gradient_and_sums_in_float32():
 )
 def test_repeated_rows_are_added_up_in_at_least_float32(dtype, wide):
     grads = maps.with_values(slices([1, 1]), jnp.ones((2, 2), dtype))
-    for f in (lambda: grads.densify(), lambda: grads.sum_duplicates().values):
+    for f in (grads.densify, lambda: grads.sum_duplicates().values):
         program = jax.make_jaxpr(f)()
         (added,) = jaxprs.anywhere(program.jaxpr, "scatter-add")
         assert added.outvars[0].aval.dtype == wide

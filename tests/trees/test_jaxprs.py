@@ -113,8 +113,8 @@ def test_a_result_may_be_a_number_or_an_argument():
 
 OFF_CPU = {
     "a constant": (lambda x: jnp.full(3, 7.0), 7),
-    "one off CPU": (lambda x: on_cpu(jnp.sin, lambda x: jnp.full(3, 5.0))(x), 5),
-    "one on CPU": (lambda x: on_cpu(lambda x: jnp.full(3, 5.0), jnp.sin)(x), None),
+    "one off CPU": (on_cpu(jnp.sin, lambda x: jnp.full(3, 5.0)), 5),
+    "one on CPU": (on_cpu(lambda x: jnp.full(3, 5.0), jnp.sin), None),
     "an array": (lambda x: lax.broadcast(x[0], (3,)), None),
     "times a number": (lambda x: 2.0 * x, None),
     "an argument": (lambda x: x, None),

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gradxform._jax import versions
+from gradxform._jax import compilers, versions
+from tests import in_numpy
 
 MESH = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Explicit,) * 2)
 NONE = frozenset()
@@ -60,6 +62,17 @@ def test_a_factor_of_an_array_that_is_not_summed_yet():
     for spec, axes in ((P("x", None, unreduced={"y"}), {"y"}), (P("x", None), NONE)):
         factor = lambda x: versions.as_factor(jnp.float32(2), x)  # noqa: E731
         assert spec_of(factor, spec)[2] == axes
+
+
+@unreduced
+@pytest.mark.every
+@pytest.mark.parametrize("spec", [P("x"), P("x", unreduced={"y"})])
+def test_zeros_of_an_array_that_is_not_summed_yet(spec):
+    x = jax.ShapeDtypeStruct((4,), "f4", sharding=NamedSharding(MESH, spec))
+    program = in_numpy.Program(jax.make_jaxpr(compilers.zeros_unless)(True, x))
+    for pred, wanted in ((True, [1, 2, 3, 4]), (False, [0] * 4)):
+        (found,) = program(np.bool(pred), np.float32([1, 2, 3, 4]))
+        assert found.tolist() == wanted
 
 
 def test_an_array_that_differs_by_device():

@@ -1,5 +1,6 @@
 """Arithmetic, lateness and rows of workers, against NumPy and Python's own integers."""
 
+import functools
 import itertools
 import math
 
@@ -7,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from gradxform._jax import jaxprs
 from gradxform._numbers import arithmetic, constants, lateness, norms, workers
@@ -360,6 +363,26 @@ def test_constants():
     assert constants.zero([True, "k"], jnp.int32).shape == ()
     never = constants.never(jnp.float32([1, math.nan, math.inf]))
     assert never.tolist() == [False] * 3
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_constants_lie_where_their_parameters_lie(kind):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2)
+    on = NamedSharding(mesh, P("x", "y"))
+    p = jax.device_put(np.ones((2, 4), np.float32), on)
+    assert constants.full_like(p, 3, None).sharding == on
+    assert constants.full_like(p, 3, jnp.int8, axes=1).sharding.spec == P("x")
+    assert constants.stacked(p, 3).sharding.spec == P(None, "x", "y")
+    assert constants.stacked(p, 3).tolist() == [[[1] * 4] * 2] * 3
+    whole = constants.stacked(jax.device_put(p, NamedSharding(mesh, P())), 3)
+    assert whole.sharding.is_fully_replicated
+    # JAX gives its own results on automatic axes the shortest spec.
+    assert len(whole.sharding.spec) == (0 if kind == AxisType.Auto else 1)
+    of_axes = functools.partial(constants.full_like, value=3, dtype=jnp.int8, axes=1)
+    if kind == AxisType.Explicit:
+        described = jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=on)
+        assert jax.eval_shape(of_axes, described).sharding.spec == P("x")
 
 
 def test_constants_of_a_program_come_from_an_argument():
