@@ -185,6 +185,22 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     )
 
 
+def test_a_step_is_traced_unless_jit_is_disabled():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(isinstance(2 * updates, jax.core.Tracer))
+        return updates, state
+
+    tx = gx.drop_stale(optax.GradientTransformation(optax.identity().init, update), 1)
+    g = jnp.ones(2)
+    for context, wanted in ((contextlib.nullcontext, True), (jax.disable_jit, False)):
+        with context():
+            tx.update(g, tx.init(g), local_step=0)
+        assert {*seen} == {wanted}
+        seen.clear()
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("gate", ["delayed", "all"])
 def test_held_gradients_have_the_boxes_of_their_parameters(gate):

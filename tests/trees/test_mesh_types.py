@@ -11,6 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from gradxform._gates import conditional
 from gradxform._jax import compilers, versions
 from tests import in_numpy
 
@@ -75,6 +76,23 @@ def test_zeros_of_an_array_that_is_not_summed_yet(spec):
         assert found.tolist() == wanted
 
 
+def test_a_result_of_a_conditional_gets_the_type_of_what_was_there():
+    kinds = [("f4", P("x")), ("f4", P("y")), ("bfloat16", P("x")), ("f4", P(None))]
+    arrays = [
+        jax.ShapeDtypeStruct((4,), dtype, sharding=NamedSharding(MESH, spec))
+        for dtype, spec in kinds
+    ]
+
+    def run(old, *new):
+        assert conditional._as_type(old, jax.typeof(old)) is old
+        for x in new:
+            alike = conditional._as_type(x, jax.typeof(old))
+            assert jax.typeof(alike) == jax.typeof(old)
+        return old
+
+    jax.eval_shape(run, *arrays)
+
+
 def test_an_array_that_differs_by_device():
     mesh = jax.make_mesh((2, 2), ("x", "y"), (AxisType.Auto,) * 2)
 
@@ -85,6 +103,8 @@ def test_an_array_that_differs_by_device():
         assert versions.varying_axes(jax.typeof(whole)) == NONE
         alike = versions.varying_as(whole, jax.typeof(part))
         assert versions.varying_axes(jax.typeof(alike)) == {"x"}
+        same = conditional._as_type(whole, jax.typeof(part))
+        assert jax.typeof(same) == jax.typeof(alike)
         both = versions.to_varying(alike, ["y"])
         assert versions.varying_axes(jax.typeof(both)) == {"x", "y"}
         return both[None, None]
