@@ -171,10 +171,11 @@ def test_the_inverse_of_a_root():
             np.testing.assert_allclose(inverse, wanted, rtol=1e-6)
 
     def may_be_0(eps):
-        program = jax.make_jaxpr(lambda x: arithmetic.inverse_sqrt(x, eps, True))(1.0)
-        return "select_n" in str(program)
+        f = lambda x: arithmetic.inverse_sqrt(x, eps, True)  # noqa: E731
+        return "select_n" in str(jax.make_jaxpr(f)(jnp.float32(1)))
 
     assert [may_be_0(eps) for eps in (0.0, tiny / 4, tiny)] == [True, True, False]
+    assert not may_be_0(jnp.bfloat16(0.25))
 
 
 def test_axes_of_length_1():
