@@ -880,6 +880,7 @@ def test_a_tree_without_leaves(row):
     assert types(after) == types(state)
 
 
+@pytest.mark.every
 def test_a_gradient_of_another_shape_is_named(row):
     if not (row.reads_params or any(x.ndim for x in row.state(draw(0)))):
         pytest.skip("it looks at nothing but the gradients")

@@ -407,7 +407,7 @@ def worker_step(number, method):
 
 
 @pytest.mark.every
-@pytest.mark.parametrize(("number", "method"), half([1, 2, 4], METHODS))
+@pytest.mark.parametrize(("number", "method"), half([1, 4, 3], METHODS))
 def test_the_mean_over_workers_is_that_of_lists_of_all_pushes(number, method):
     tx, step = worker_step(number, method)
     params, rng = jnp.zeros(2), np.random.default_rng(number)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -183,6 +184,37 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     chex.assert_trees_all_close(
         *map(jax.device_get, (params, expected)), rtol=1e-5, atol=1e-6
     )
+
+
+def test_a_step_is_traced_unless_jit_is_disabled():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(isinstance(2 * updates, jax.core.Tracer))
+        return updates, state
+
+    tx = gx.drop_stale(optax.GradientTransformation(optax.identity().init, update), 1)
+    g = jnp.ones(2)
+    for context, wanted in ((contextlib.nullcontext, True), (jax.disable_jit, False)):
+        with context():
+            tx.update(g, tx.init(g), local_step=0)
+        assert {*seen} == {wanted}
+        seen.clear()
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("gate", ["delayed", "all"])
+def test_held_gradients_have_the_boxes_of_their_parameters(gate):
+    """Those of the gate's state name one axis more."""
+    tx, field, _ = HOLD[gate]
+    params = {k: linen.Partitioned(jnp.zeros((8, 4)), ("x", "y")) for k in "ab"}
+    state = tx.init(params)
+    assert getattr(state, field)["a"].names == (None, "x", "y")
+    extra = {"worker": 0, "local_step": 0}
+    read = {k: x for k, x in extra.items() if k in states.words(state)}
+    step = functools.partial(gx.apply_gradients, tx, **read)
+    new = jax.eval_shape(step, params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure((params, state))
 
 
 @pytest.mark.every
