@@ -9,12 +9,13 @@ import sys
 import threading
 import time
 import types
+from unittest import mock
 
 import pytest
 import ray
 
 from gradxform import engines
-from gradxform._ray import wire
+from gradxform._ray import actors, wire
 from gradxform._ray.servers import ServerDiedError, WorkersServer
 from tests.engines.jobs import fails, make_job
 
@@ -162,6 +163,40 @@ def test_options_with_which_a_run_would_not_work_are_refused(options, says, note
 def test_what_is_no_worker_is_named_here_too(notes):
     job = make_job()._replace(workers=[lambda number: ()])
     fails(engines.ray, job, TypeError, "worker 0 must be an engines.Worker")
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("dies_after", [0.0, 3.0, math.inf])
+def test_all_that_is_killed_has_ten_seconds_to_end(dies_after, notes, monkeypatch):
+    """Each second one that is still there answers; later calls raise an error."""
+    now, asked, killed = 100.0, [], []
+
+    def get(ref, timeout):
+        nonlocal now
+        asked.append((ref, timeout))
+        if now - 100.0 >= dies_after:
+            raise notes.exceptions.RayActorError
+        now += 0.5
+
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(actors, "time", clock)
+    monkeypatch.setattr(notes, "get", get)
+    monkeypatch.setattr(notes, "kill", killed.append)
+    processes = actors.Processes(None, make_job(), {})
+    each = [types.SimpleNamespace(name=name) for name in "ab"]
+    for actor in each:
+        ready = mock.Mock(return_value=actor.name)
+        actor.__ray_ready__ = types.SimpleNamespace(remote=ready)
+    processes._actors = list(each)
+    processes.kill()
+    assert killed == each
+    lived = min(dies_after, 10.0)
+    waits = [("a", 10.0 - k / 2) for k in range(int(2 * lived))]
+    if dies_after < 10.0:
+        waits += [("a", 10.0 - lived), ("b", 10.0 - lived)]
+    assert asked == waits
+    processes.kill()  # They are gone.
+    assert killed == each
 
 
 # Where there is no cluster.

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -971,6 +972,16 @@ def test_half_of_a_file_that_a_process_left_behind_is_replaced(tmp_path):
     folder._write(path, "whole")
     assert path.read_text() == "whole"
     assert not half.exists()
+
+
+def test_a_file_that_cannot_be_replaced_leaves_no_half(tmp_path, monkeypatch):
+    path = tmp_path / "owner"
+    path.write_text("old")
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("it is full")))
+    with pytest.raises(OSError, match="it is full"):
+        folder._write(path, "whole")
+    assert [x.name for x in tmp_path.iterdir()] == ["owner"]
+    assert path.read_text() == "old"
 
 
 # After its error, threads of orbax write on, and make a folder again that was removed.
