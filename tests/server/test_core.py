@@ -71,6 +71,23 @@ def test_a_step_on_several_devices_is_waited_for(devices):
     assert [leaf.waits for leaf in leaves] == [devices - 1] * 2
 
 
+def test_the_oldest_of_256_programs_makes_room(monkeypatch):
+    programs, made_now = made()._programs, []
+    monkeypatch.setattr(programs, "_compiled", lambda *given: made_now.append(given))
+    grads = {"w": jnp.ones(2)}
+    leaves, tree = jax.tree.flatten((grads, {}))
+    for others in (255, 256):
+        programs._programs = dict.fromkeys(range(others))
+        for _ in range(2):  # The second time it is there.
+            programs.find(leaves, tree)
+        assert len(programs._programs) == 256
+        assert (0 in programs._programs) == (others == 255)
+        assert 1 in programs._programs
+        (signature, *given), *_ = made_now
+        assert signature == (tree, (leaves[0].aval,))
+        assert given == [grads, {}]
+
+
 def test_a_restored_server_has_half_a_sum_no_more():
     server, counts = made(), []
     first = server.state()
