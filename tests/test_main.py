@@ -1,6 +1,7 @@
 """The demo: its parts by hand-made cases, and the command as a user runs it."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import io
@@ -22,6 +23,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradxform as gx
@@ -254,8 +256,39 @@ def make_job(*options):
 
 def test_the_last_worker_is_the_straggler():
     workers = make_job("--workers", "3", "--straggler", "5", "--work", "0.1").workers
-    means = [np.mean([*map(worker.duration, range(4000))]) for worker in workers]
-    np.testing.assert_allclose(means, [0.1, 0.1, 0.5], rtol=0.03)
+    drawn = [[*map(worker.duration, range(2000))] for worker in workers]
+    np.testing.assert_allclose(np.mean(drawn, 1), [0.1, 0.1, 0.5], rtol=0.03)
+    np.testing.assert_allclose(np.std(np.log(drawn), 1), [0.25] * 3, rtol=0.05)
+
+
+def test_the_rate_rises_for_a_tenth_and_falls_to_zero(monkeypatch):
+    rates = []
+    follow = lambda rate: rates.append(rate) or optax.identity()  # noqa: E731
+    monkeypatch.setitem(job.OPTIMIZERS, "adagrad", (follow, 0.5))
+    tx = job.make_optimizer("adagrad", 100, 4)
+    expected = {0: 0.0, 5: 0.5, 10: 1.0, 55: 0.5, 100: 0.0}  # Twice the peak.
+    for step, rate in expected.items():
+        np.testing.assert_allclose(rates[0](step), rate, atol=1e-6)
+    large = jnp.array([30.0, 40.0])
+    updates, _ = tx.update(large, tx.init(large), large)
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--steps", "23"], ("novograd", 23, 1)),
+        (["--steps", "23", "--mode", "sync"], ("novograd", 5, 4)),
+        (["--steps", "2", "--mode", "backup"], ("novograd", 1, 3)),
+        (["--steps", "9", "--optimizer", "adagrad"], ("adagrad", 9, 1)),
+    ],
+)
+def test_the_rate_knows_how_many_steps_the_pushes_make(options, expected, monkeypatch):
+    made = mock.Mock(return_value=optax.identity())
+    monkeypatch.setattr(job, "make_optimizer", made)
+    make_job(*options)
+    made.assert_called_once_with(*expected)
 
 
 @pytest.mark.parametrize(
@@ -901,10 +934,77 @@ def test_ascii_output_is_enough():
     assert done.stdout.isascii()
 
 
+def test_the_defaults_are_those_of_the_help():
+    assert dataclasses.asdict(job.parse([])) == {
+        "mode": "async",
+        "engine": "threads",
+        "optimizer": "novograd",
+        "workers": 4,
+        "backups": 1,
+        "max_staleness": 4,
+        "steps": 3000,
+        "work": 0.01,
+        "straggler": 1.0,
+        "seed": 0,
+        "checkpoint": None,
+        "checkpoint_every": 5.0,
+        "logdir": None,
+        "address": None,
+        "server_processes": 1,
+        "connect_timeout": 30.0,
+        "plot": None,
+    }
+
+
+def test_places_that_can_be_written_are_taken(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    for folder in ("new/run", "~/new", "~", "gs://bucket/file", str(tmp_path)):
+        assert job.parse(["--logdir", folder]).logdir == folder
+    for picture in ("x.PNG", str(tmp_path / "x.svg")):
+        assert job.parse(["--plot", picture]).plot == picture
+    (tmp_path / "folder.png").mkdir()
+    for option, path in (
+        ("--plot", "folder.png"),
+        ("--logdir", "file/run"),
+        ("--logdir", "~/file"),
+    ):
+        check_one_line(call(option, path), [f"argument {option}: '"])
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+        (
+            OSError(errno.ENOSPC, "it is full"),
+            2,
+            "python -m gradxform: error: the results cannot be printed: it is full\n",
+        ),
+    ],
+)
+def test_results_that_nobody_can_read_end_it(error, code, says, tmp_path, capsys):
+    with open(tmp_path / "out", "w") as file:
+        stream = mock.Mock(write=mock.Mock(side_effect=error), fileno=file.fileno)
+        with pytest.raises(SystemExit) as raised:
+            command_line.say("results", stream)
+        assert (raised.value.code, capsys.readouterr().err) == (code, says)
+        file.write("more")  # As Python does in the end.
+    assert (tmp_path / "out").read_text() == ""
+    stream = mock.Mock()
+    command_line.say("results", stream)
+    assert [name for name, *_ in stream.mock_calls] == ["write", "write", "flush"]
+    assert "".join(call.args[0] for call in stream.write.mock_calls) == "results"
+
+
 def test_help_explains_every_option(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, call("--help").stdout.splitlines())) == 70
     monkeypatch.setenv("COLUMNS", "200")
     done = call("--help")
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert max(map(len, done.stdout.splitlines())) == 80
     assert (done.returncode, done.stderr) == (0, "")
     options = done.stdout.split("options:")[1]
     for kind, names in {
@@ -981,6 +1081,7 @@ def test_a_folder_that_nobody_may_write_is_refused_at_once(
     option, tmp_path, monkeypatch
 ):
     def access(path, mode):  # Root may write everywhere.
+        assert mode == os.W_OK | os.X_OK
         return pathlib.Path(path) != tmp_path
 
     monkeypatch.setattr(os, "access", access)
