@@ -287,8 +287,10 @@ def test_the_rate_rises_for_a_tenth_and_falls_to_zero(monkeypatch):
 def test_the_rate_knows_how_many_steps_the_pushes_make(options, expected, monkeypatch):
     made = mock.Mock(return_value=optax.identity())
     monkeypatch.setattr(job, "make_optimizer", made)
-    make_job(*options)
+    state = make_job(*options).tx.init(jnp.zeros(1))
     made.assert_called_once_with(*expected)
+    gates = gx.DropStaleState, gx.ConditionalAccumulatorState
+    assert type(state) is gates["--mode" in options]
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import gradxform as gx
 from gradxform._server import placement
 from gradxform._server.programs import check_fits
 
@@ -33,6 +35,24 @@ def test_a_copy_keeps_its_numbers_if_an_array_of_numpy_changes():
     new = placement.copy({"w": given})
     given[:] = 0
     assert new["w"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_first_state_is_made_once_more_for_a_gate_of_its_own(gated):
+    inits = []
+
+    def init(params):
+        inits.append(params)
+        return jnp.zeros(2)
+
+    tx = optax.GradientTransformation(init, lambda updates, state, _: (updates, state))
+    given = gx.drop_stale(tx, 3) if gated else tx
+    found, params, state = placement.initialize(given, np.ones(2))
+    assert (found is given) == gated
+    assert len(inits) == 2 - gated
+    assert isinstance(state, gx.DropStaleState)
+    assert not any(x is params for x in jax.tree.leaves(state))
 
 
 @pytest.mark.every
