@@ -958,10 +958,33 @@ def test_the_defaults_are_those_of_the_help():
     }
 
 
+def test_options_say_which_packages_they_need():
+    always = [("", name, "demo") for name in ("flax", "rich", "sklearn")]
+    for options, more in (
+        ([], []),
+        (["--engine", "ray"], [("engine", "ray", "ray")]),
+        (["--checkpoint", "x"], [("checkpoint", "orbax.checkpoint", "checkpoint")]),
+        (["--logdir", "x"], [("logdir", "tensorboardX", "tensorboard")]),
+        (["--plot", "x.png"], [("plot", "matplotlib", "demo")]),
+    ):
+        assert [*job.parse(options).packages()] == always + more
+
+
+def test_the_first_line_comes_after_the_options_are_read(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradxform", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        command_line.begin()
+    assert "loading" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["gradxform", "--steps", "1"])
+    command_line.begin()
+    assert capsys.readouterr() == ("", LOADING)
+
+
 def test_places_that_can_be_written_are_taken(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "file").touch()
+    (tmp_path / "gs:").touch()  # It has nothing to do with a bucket.
     for folder in ("new/run", "~/new", "~", "gs://bucket/file", str(tmp_path)):
         assert job.parse(["--logdir", folder]).logdir == folder
     for picture in ("x.PNG", str(tmp_path / "x.svg")):
@@ -1216,6 +1239,7 @@ def lose(package, folder):
     (folder / f"{package}.py").write_text(missing)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_missing_package_gets_one_line(package, tmp_path, monkeypatch):
     """At once if it is not there, and later if its import fails."""

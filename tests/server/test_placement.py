@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._server import placement
-from gradxform._server.programs import check_fits
+from gradxform._server.programs import check_fits, checked
 
 
 @pytest.mark.every
@@ -86,3 +86,16 @@ def test_gradients_have_the_shapes_and_dtypes_of_the_parameters():
         check_fits(params, params | {"w": jnp.ones((3, 2))})
     with pytest.raises(TypeError, match=r"grads.*'?b'?"):
         check_fits(params, params | {"b": jnp.ones(2)})
+
+
+def test_gradients_of_integers_are_left_out_before_they_are_sent_in_parts():
+    params = {"w": jnp.ones(2), "n": jnp.ones(3, int)}
+    nothing = np.zeros(3, jax.dtypes.float0)
+    found = checked(params, {"w": params["w"], "n": nothing}, {})
+    assert (found["w"] is params["w"], found["n"]) == (True, None)
+    with pytest.raises(ValueError, match="grads"):
+        checked(params, {"w": None, "n": nothing}, {})
+    with pytest.raises(TypeError, match=r"grads.*'w'"):
+        checked(params, {"w": jnp.ones(3), "n": None}, {})
+    with pytest.raises(TypeError, match="extra"):
+        checked(params, {"w": params["w"], "n": None}, {"x": "no array"})
