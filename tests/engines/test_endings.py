@@ -15,6 +15,7 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._server.records import TakesNoMoreError
 from gradxform.engines import _pool
 from tests.engines.jobs import (
     SGD,
@@ -70,6 +71,21 @@ def test_a_training_that_is_stopped_or_left_computes_no_more(engine, leave, tmp_
     with engine(make_job(3, 120), checkpoint=tmp_path) as run:
         assert run.server.state()["params"] == -counts.accepted
         assert len(list(run.pushes)) == 120 - counts.pushed
+
+
+@pytest.mark.every
+def test_a_stopped_run_takes_no_more_pushes_of_workers(engine):
+    with engine(make_job(2, 10**6)) as run:
+        next(run.pushes)
+        run.stop()
+        assert [*itertools.islice(run.pushes, 50)] == []
+        counts, (params, step) = run.counts(), run.server.pull()
+        assert 1 <= counts.pushed <= 3
+        with pytest.raises(TakesNoMoreError):
+            run.server.push(params, step, push_id=(9, 0))
+        run.server.push(params, step)  # From outside of the run.
+        assert run.counts() == counts
+        assert run.server.stats().accepted == counts.accepted + 1
 
 
 def test_workers_do_not_run_ahead_of_a_slow_loop():
