@@ -7,6 +7,8 @@ import queue
 import signal
 import threading
 import time
+import types
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._server.records import TakesNoMoreError
-from gradxform.engines import _pool
+from gradxform.engines import _pool, _threads
 from tests.engines.jobs import (
     SGD,
     by_worker,
@@ -242,6 +244,59 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
         leave == "sigterm"
     )
     assert said.startswith("worker 1: still busy after join_timeout=0.2 seconds")
+
+
+class Thread:
+    """It ends after so many seconds, by a clock that only ``join`` moves."""
+
+    def __init__(self, clock, ends, ident=1):
+        self._clock, self._ends, self.ident, self.waits = clock, ends, ident, []
+
+    def join(self, timeout):
+        self.waits.append(timeout)
+        self._clock.now = max(
+            self._clock.now, min(self._ends, self._clock.now + timeout)
+        )
+
+    def is_alive(self):
+        return self._ends > self._clock.now
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("join_timeout", "error", "waits", "left"),
+    [
+        (10, None, (10, 7, 0), "after join_timeout=10 seconds"),
+        (2.5, None, (2.5, 0, 0), "after join_timeout=2.5 seconds"),
+        (10, KeyboardInterrupt(), (0.5, 0, 0), "0.5 seconds after Ctrl-C"),
+        (0.25, KeyboardInterrupt(), (0.25, 0, 0), "after join_timeout=0.25 seconds"),
+        (np.inf, None, (threading.TIMEOUT_MAX / 2,), None),
+    ],
+)
+def test_all_threads_have_the_join_timeout_together(
+    join_timeout, error, waits, left, monkeypatch, caplog
+):
+    clock = types.SimpleNamespace(now=1024.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(_threads, "time", clock)
+    run = _threads._Threads(make_job(), join_timeout)
+    run.server, commands = mock.Mock(), queue.SimpleQueue()
+    run._commands[0], run._last_word = commands, error
+    ends = [1027.0, 1e5, 1e5][: len(waits)]
+    threads = [Thread(clock, each) for each in ends]
+    never = Thread(clock, -1.0, ident=None)  # An interrupt came before its start.
+    run.workers = dict(enumerate([*threads, never]))
+    run.close()
+    assert [thread.waits for thread in threads] == [[wait] for wait in waits]
+    assert not never.waits
+    assert commands.get_nowait() is None
+    assert run._halt.is_set()
+    run.server.close.assert_called_once_with()
+    with pytest.raises(RuntimeError, match=OVER):
+        _ = run.pushes
+    names = "1, 2" if join_timeout == 10 and not error else "0, 1, 2"
+    told = f"worker {names}: still busy {left}, so left behind"
+    assert caplog.messages == [told] * (left is not None)
 
 
 def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):
