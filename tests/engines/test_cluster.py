@@ -166,6 +166,14 @@ def test_what_is_no_worker_is_named_here_too(notes):
     fails(engines.ray, job, TypeError, "worker 0 must be an engines.Worker")
 
 
+def test_processes_of_before_are_ended_before_others_start(notes):
+    processes = actors.Processes(None, make_job(), {})
+    processes.start(None, pytest.fail)
+    with pytest.raises(TypeError, match="Could not serialize"):
+        processes.start(None, pytest.fail)
+    assert notes.calls == ["server", "kill server", "server"]
+
+
 @pytest.mark.every
 @pytest.mark.parametrize("dies_after", [0.0, 3.0, math.inf])
 def test_all_that_is_killed_has_ten_seconds_to_end(dies_after, notes, monkeypatch):

@@ -44,7 +44,7 @@ def clock(monkeypatch):
 
     def gradient(params, *batch):
         clock.now += 1.5
-        return sum(batch, 0.25), np.float32([3.0, 4.0])
+        return sum(batch, np.float32(0.25)), np.float32([3.0, 4.0])
 
     clock.gradient = gradient
     monkeypatch.setattr(_work, "time", clock)
