@@ -72,6 +72,23 @@ def test_arrays_are_brought_where_one_is_bound(committed):
     assert there.abstract(number.aval, bound.sharding).weak_type == number.weak_type
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_state_that_is_put_back_is_bound_only_if_the_arrays_are(committed):
+    device = jax.devices()[1] if committed else None
+    params, state = jax.device_put((jnp.ones(2), jnp.zeros(3)), device)
+    specs = placement.Specs(params, state)
+    given = {"params": np.full(2, 5, np.float32), "state": np.full(3, 7, np.float32)}
+    put = specs.put(given)
+    for name, x in put.items():
+        np.testing.assert_array_equal(x, given[name])
+        assert (x.committed, x.devices()) == (committed, params.devices())
+    with pytest.raises(TypeError, match=r"^state.* differ.*'params'"):
+        specs.put(given | {"params": np.ones(3, np.float32)})
+    with pytest.raises(TypeError, match="state"):
+        specs.put({"params": given["params"]})
+
+
 def test_what_lies_on_most_devices_says_where_all_have_room():
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
     x = jax.device_put(np.ones(4), NamedSharding(mesh, P("x")))
