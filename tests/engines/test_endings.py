@@ -90,6 +90,25 @@ def test_a_stopped_run_takes_no_more_pushes_of_workers(engine):
         assert run.server.stats().accepted == counts.accepted + 1
 
 
+def test_ctrl_c_ends_a_run_though_a_handler_raises_nothing():
+    """Python drops the exception of a handler that interrupts a destructor."""
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+    try:
+        with engines.simulated(make_job(1, 50)) as outer:
+            with engines.simulated(make_job(1, 50)) as inner:
+                for run in (outer, inner):
+                    next(run.pushes)
+                signal.raise_signal(signal.SIGINT)
+                with pytest.raises(KeyboardInterrupt):
+                    list(inner.pushes)
+            with pytest.raises(KeyboardInterrupt):
+                list(outer.pushes)
+        assert heard == [1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_workers_do_not_run_ahead_of_a_slow_loop():
     begun = []
     batch = lambda number: begun.append(number) or ()  # noqa: E731
