@@ -126,6 +126,17 @@ def test_what_a_gradient_without_an_answer_leaves_behind():
 
 
 @pytest.mark.every
+@pytest.mark.parametrize(("limit", "drawn"), [(2, [0, 1, 0]), (None, [0, 0, 1, 0])])
+def test_the_last_minibatch_is_kept_if_it_may_be_needed_again(limit, drawn):
+    asked = []
+    given = worker(batch=lambda number: asked.append(number) or ())
+    pool, _ = begun([given], 9, max_staleness=limit)
+    for number in (0, 0, 1, 0):
+        assert pool._members[0].batch(number) == ()
+    assert asked == drawn
+
+
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("error", "says"),
     [

@@ -199,6 +199,50 @@ def test_one_is_due_by_steps_or_seconds_unless_one_is_written(notes, clock):
     store.close()
 
 
+def test_a_checkpoint_says_where_and_how_often():
+    assert Checkpoint.of(None) is None
+    given = Checkpoint.of(BUCKET)
+    assert given == Checkpoint(BUCKET, None, 60.0, 3, True, {})
+    assert Checkpoint.of(given) == given
+    none = given._replace(every_steps=None, every_seconds=None, max_to_keep=None)
+    assert Checkpoint.of(none) == none
+    least = given._replace(every_steps=1, every_seconds=0, max_to_keep=1, resume=False)
+    assert Checkpoint.of(least) == least
+    found = Checkpoint.of(given._replace(settings={"sizes": (1, 2)}))
+    assert found.settings == {"sizes": [1, 2]}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("every_steps", 0, ValueError),
+        ("every_steps", 2.5, TypeError),
+        ("max_to_keep", 0, ValueError),
+        ("max_to_keep", 2.5, TypeError),
+        ("every_seconds", -1.0, ValueError),
+        ("every_seconds", float("nan"), ValueError),
+        ("resume", 1, TypeError),
+    ],
+)
+def test_numbers_that_are_none_are_named(name, value, error):
+    with pytest.raises(error, match=f"^{name} must be"):
+        Checkpoint.of(Checkpoint(BUCKET)._replace(**{name: value}))
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("length", [999, 1000, 1001])
+def test_settings_that_are_no_json_are_shown_in_a_thousand_letters(length):
+    bare = len(repr({"": b""}))
+    settings = {"x" * (length - bare): b""}
+    shown = repr(settings)
+    assert len(shown) == length
+    shown = shown if length <= 1000 else f"{shown[:1000]} ..."
+    with pytest.raises(TypeError) as raised:
+        Checkpoint.of(Checkpoint(BUCKET, settings=settings))
+    assert str(raised.value).startswith(f"settings must be JSON values, got {shown}: ")
+
+
 @pytest.mark.parametrize("steps", [None, 3])
 @pytest.mark.every
 def test_a_rule_that_is_none_makes_none_due(steps, notes, clock):
