@@ -18,7 +18,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._server.records import TakesNoMoreError
-from gradxform.engines import _pool, _threads
+from gradxform.engines import _ending, _pool, _threads
 from tests.engines.jobs import (
     SGD,
     by_worker,
@@ -107,6 +107,39 @@ def test_ctrl_c_ends_a_run_though_a_handler_raises_nothing():
         assert heard == [1]
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def of_the_program(*_):
+    """A program's own handler of a signal."""
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("number", "handler", "replaced"),
+    [
+        (signal.SIGTERM, signal.SIG_DFL, True),
+        (signal.SIGTERM, signal.SIG_IGN, False),
+        (signal.SIGTERM, of_the_program, False),
+        (signal.SIGINT, of_the_program, True),
+        (signal.SIGINT, signal.SIG_IGN, False),
+        (signal.SIGINT, signal.SIG_DFL, False),
+    ],
+)
+def test_a_run_takes_a_signal_unless_the_program_wants_it(number, handler, replaced):
+    before = signal.signal(number, handler)
+    try:
+        for changed in (False, True):
+            run = mock.Mock()
+            with _ending.ending(run, None):
+                own = signal.getsignal(number)
+                assert (own is handler) != replaced
+                if changed:
+                    signal.signal(number, print)
+            assert signal.getsignal(number) is (print if changed else handler)
+            run.rest.assert_called_once_with()
+            run.save.assert_not_called()
+    finally:
+        signal.signal(number, before)
 
 
 def test_workers_do_not_run_ahead_of_a_slow_loop():

@@ -11,7 +11,7 @@ import pytest
 import gradxform as gx
 from gradxform import engines
 from gradxform._server.records import GlobalStep, ServerStatus, Tally
-from gradxform.engines import _pool, _work
+from gradxform.engines import _pool, _threads, _work
 from tests.engines.jobs import make_job, worker
 
 
@@ -21,6 +21,7 @@ class Pool(_pool.WorkerPool):
     def __init__(self, job):
         super().__init__(job)
         self.now, self.workers, self.started, self.dismissed = 0.0, {}, [], []
+        self.wakes = 0
 
     def _clock(self):
         return self.now
@@ -33,6 +34,9 @@ class Pool(_pool.WorkerPool):
     def _dismiss(self, index):
         self.dismissed.append(index)
         del self.workers[index]
+
+    def _wake(self):
+        self.wakes += 1
 
     def hand_out(self):
         """The gradients that it starts now."""
@@ -123,6 +127,22 @@ def test_what_a_gradient_without_an_answer_leaves_behind():
     server.status.assert_called_once_with()
     pool._take(3, push(3, 0, 1))  # Perhaps the first one has acted.
     assert server.status.call_count == 2
+
+
+def test_what_changes_a_run_ends_its_wait():
+    pool, _ = begun(2, 9)
+    changes = [
+        lambda: pool.add(worker()),
+        lambda: pool.remove(0),
+        pool.stop,
+        pool.close,
+    ]
+    for wakes, change in enumerate(changes, 1):
+        change()
+        assert pool.wakes == wakes
+    threads = _threads._Threads(make_job(), 1.0)
+    threads.stop()
+    assert threads._arrived.get_nowait() is None
 
 
 @pytest.mark.every
