@@ -37,7 +37,7 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
     """HeLoCo's G, which acts instead of g. With b1=0 it is the update."""
     tx = gx.contrib.scale_by_momentum_look_ahead(0.0, alignment=alignment, **kwargs)
     state = tx.init(g)._replace(mu=m)
-    updates, _ = in_numpy.jit(tx.update)(g, state)
+    updates, _ = jax.jit(tx.update)(g, state)
     return updates
 
 
