@@ -76,7 +76,7 @@ def first_steps(pushes):
     return [*first.values()]
 
 
-def test_a_word_of_a_worker_that_nobody_reads_ends_the_run(either_ray):
+def test_a_word_of_a_worker_that_nobody_reads_ends_the_run(ray_in_process):
     given = worker(extra=lambda params: {"wieght": 2.0})
     job = make_job([given], 4, gx.accumulate(SGD, 2))
     match = r"nobody reads the keyword 'wieght'.*Did you mean 'weight'\?"
@@ -112,7 +112,7 @@ def test_late_gradients_are_given_up(either_ray, tmp_path):
     assert times == sorted(times)
 
 
-def test_sync_steps_once_for_every_worker(either_ray):
+def test_sync_steps_once_for_every_worker(ray_in_process):
     with engines.ray(make_job(2, 29, required=2)) as run:
         pushes = list(run.pushes)  # The last one waits for a step that never comes.
         params, state = run.server.state().values()
@@ -121,7 +121,7 @@ def test_sync_steps_once_for_every_worker(either_ray):
     pairs = {(push.local_step, push.worker) for push in pushes if push.local_step < 14}
     assert pairs == {(step, worker) for step in range(14) for worker in range(2)}
     # The cluster was there before the run, so it stays.
-    assert either_ray.is_initialized()
+    assert ray_in_process.is_initialized()
     with pytest.raises(ray.exceptions.RayActorError):
         answers_for_good(run.server.actor.pull)
 
@@ -162,8 +162,9 @@ def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog
 # Deaths.
 
 
-@on_cluster
-def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp_path):
+def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(
+    ray_in_process, tmp_path
+):
     """No worker is busy when it dies, so none notices; a call of the user does."""
     job = make_job(1, 20)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=4, every_seconds=None)
@@ -217,8 +218,9 @@ def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(
         assert "more than max_deaths" in raised.value.__notes__[0]
 
 
-@on_cluster
-def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
+def test_a_server_that_dies_after_its_folder_does_not_begin_anew(
+    ray_in_process, tmp_path
+):
     directory = tmp_path / "run"
     checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
 
@@ -264,7 +266,7 @@ def test_notes_of_a_checkpoint_are_told_by_each_server(
     ] * 2
 
 
-def test_without_a_checkpoint_a_server_that_dies_ends_the_run(either_ray):
+def test_without_a_checkpoint_a_server_that_dies_ends_the_run(ray_in_process):
     with engines.ray(make_job(1)) as run:
         next(run.pushes)
         kill(run.server.actor)
@@ -276,8 +278,9 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run(either_ray):
 # The end.
 
 
-@on_cluster
-def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
+def test_a_server_that_dies_right_after_the_last_push_loses_nothing(
+    ray_in_process, tmp_path
+):
     job = make_job(2, 60)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=28, every_seconds=None)
     with engines.ray(job, checkpoint=checkpoint) as run:
@@ -295,8 +298,9 @@ def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
     assert counts.lost == len(pushes) - 60 > 0
 
 
-@on_cluster
-def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
+def test_answered_pushes_count_and_are_saved_before_they_are_given(
+    ray_in_process, tmp_path
+):
     job = make_job([worker()] * 2, 10**6)
     with (
         pytest.raises(ValueError, match="enough") as raised,
@@ -334,7 +338,7 @@ def test_a_stream_that_is_made_in_the_worker_ends_there(either_ray):
     assert losses == {*((0, x) for x in range(3)), *((1, x) for x in range(5))}
 
 
-def test_a_stream_that_cannot_be_sent_to_a_worker_is_told(either_ray):
+def test_a_stream_that_cannot_be_sent_to_a_worker_is_told(ray_in_process):
     stream = (() for _ in range(9))
     job = make_job([worker(), worker(batch=lambda _: next(stream))])
     error, _ = fails(engines.ray, job, TypeError, "cannot pickle 'generator'")
@@ -476,7 +480,7 @@ class WithDeletedArray(Exception):
         self.array.delete()
 
 
-def test_an_error_of_the_server_ends_the_run(either_ray):
+def test_an_error_of_the_server_ends_the_run(ray_in_process):
     """An option of the job reaches it."""
     job = make_job([worker(lambda params: (0.0, params * jnp.nan))])
     with engines.ray(job._replace(require_finite=True)) as run:
@@ -500,7 +504,7 @@ def test_an_error_that_cannot_be_pickled_is_its_workers(either_ray, make):
 
 
 def test_a_checkpoint_of_another_job_is_refused_as_it_is_elsewhere(
-    either_ray, tmp_path
+    ray_in_process, tmp_path
 ):
     list_all(engines.simulated, make_job(2, 3), checkpoint=tmp_path)
     wider = make_job(2, 9, params=jnp.zeros(2))
@@ -529,7 +533,7 @@ def test_a_worker_has_no_device_of_another_process(either_ray):
 # Workers that come and go.
 
 
-def test_workers_come_and_go(either_ray, tmp_path):
+def test_workers_come_and_go(ray_in_process, tmp_path):
     job, options = make_job(2, 10**6), {"num_cpus": 0}
     with engines.ray(job, checkpoint=tmp_path, worker_options=options) as run:
         pushes = [next(run.pushes) for _ in range(10)]
