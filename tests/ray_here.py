@@ -159,6 +159,10 @@ class Actor(Numbered):
         except BaseException:  # As `sys.exit`.
             self.die()
 
+    @property
+    def has_ended(self):
+        return self._dead.is_set()
+
     def die(self):
         self._dead.set()
         store = getattr(self._self, "_store", None)

@@ -602,9 +602,8 @@ def test_a_death_of_any_process_restarts_the_group_at_its_checkpoint(tmp_path, c
     np.testing.assert_array_equal(state["params"]["table"], table)
 
 
-@on_cluster
-def test_a_group_goes_on_where_one_process_was(tmp_path):
-    ray, job = pytest.importorskip("ray"), slow(40)
+def test_a_group_goes_on_where_one_process_was(ray_in_process, tmp_path):
+    job = slow(40)
     assert len(list_all(engines.simulated, job, checkpoint=tmp_path)) == 40
 
     def params():  # No process makes all of it.
@@ -620,17 +619,10 @@ def test_a_group_goes_on_where_one_process_was(tmp_path):
         # Each process has its own part.
         own = on_group(lambda _, leaves: leaves[1].addressable_data(0).shape, run)
         assert own == [(5, 3)] * 2
-    before = {actor["ActorID"] for actor in alive(ray)}
     other = job._replace(params={"table": np.zeros((12, 3), np.float32)})
     says = r"of another job.*float32\[12,3\]"
     fails(engines.ray, other, ValueError, says, checkpoint=tmp_path, **OF_TWO)
-    wait_until(lambda: {actor["ActorID"] for actor in alive(ray)} <= before)
-
-
-def alive(ray):
-    """The actors that are alive."""
-    found = ray._private.state.actors().values()
-    return [actor for actor in found if actor["State"] == "ALIVE"]
+    wait_until(lambda: all(actor.has_ended for actor in ray_in_process.actors))
 
 
 @on_cluster
