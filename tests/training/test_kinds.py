@@ -32,9 +32,9 @@ def of_each(f):
 
 
 def test_other_sizes_have_whole_slices():
-    whole = Whole((5, 6), Source(3, 1), axis=1)
-    assert whole.sizes() == [8, 4, 12, 18, 2]
-    assert whole.kind == Kind(Source(3, 1), Along(1, 2))
+    whole = Whole((5, 8), Source(4, 1), axis=1)
+    assert whole.sizes() == [10, 6, 16, 24, 4]
+    assert whole.kind == Kind(Source(4, 1), Along(1, 2))
     assert Whole((0, 5), Source(1, 0)).kind.along == Along(0, 1)
 
 
@@ -95,9 +95,68 @@ def test_a_class_that_refuses_rows_says_why():
 
 def test_extra_arguments_have_slices_if_they_are_like_the_parameters():
     one, tree = states(of_each(jnp.zeros_like)), PARAMS
-    extra = {"alike": PARAMS, "other": {"w": PARAMS["w"]}, "number": 1.0}
+    extra = {"other": {"w": PARAMS["w"]}, "number": 1.0, "alike": PARAMS, "a": 1.0}
     kinds, lacking = one.of_step(tree, tree, tree, extra)
-    assert kinds == [None, ROWS] * 4 + [None, None]
+    assert kinds == [*([None, ROWS] * 3), None, None, ROWS, None, None]
     assert lacking == {}
     assert of_leaves(one.arrays, {"w": jnp.ones(4), "b": 1}) == [None, None]
     assert of_leaves(one.arrays, {"w": jnp.ones((5, 3))}) == [None]
+
+
+def test_a_state_for_this_size_alone_is_like_its_array():
+    """Nothing else shows its slices."""
+
+    def of(f):
+        def init(params):
+            assert set(map(jnp.shape, jax.tree.leaves(params))) <= {(3,), (4, 3)}
+            return jax.tree.map(f, params)
+
+        return init
+
+    assert found(of(jnp.zeros_like)) == [None, ROWS]
+    with pytest.raises(MixedSlicesError, match="another one for a array of any other"):
+        found(of(lambda p: jnp.zeros(p.shape[::-1])))
+
+
+def test_a_state_of_another_kind_says_nothing():
+    """There is a threshold between 4 and 5 slices, so fewer slices show the axis."""
+
+    def one(p):
+        return jnp.zeros(p.shape if len(p) < 5 else p.size)
+
+    assert found(of_each(one)) == [None, ROWS]
+
+
+def test_one_slice_may_have_any_shape():
+    whole, params = (
+        Whole((1, 3), Source(1, 1)),
+        {"b": jnp.ones(3), "w": jnp.ones((1, 3))},
+    )
+    init = of_each(lambda p: jnp.zeros(1))
+    one = States(states(init).policy, {W: whole}, init, params)
+    none, error = one.of(init(params))
+    assert (none, type(error)) == (None, MixedSlicesError)
+
+
+def test_an_axis_may_be_fixed():
+    init = of_each(lambda p: jnp.zeros(p.shape[::-1]))
+    fixed = {W: Whole((4, 3), SOURCE, is_fixed=True)}
+    one = States(states(init).policy, fixed, init, PARAMS)
+    with pytest.raises(MixedSlicesError, match=r"of shape \[3, 4\], has no slice"):
+        one.of(init(PARAMS))
+    init = of_each(jnp.zeros_like)
+    assert States(one.policy, fixed, init, PARAMS).of(PARAMS) == [None, ROWS]
+
+
+def test_an_error_names_the_innermost_class():
+    def init(params):
+        sums = jax.tree.map(lambda p: jnp.zeros(p.shape[1:]), params)
+        return optax.MaskedState(optax.TraceState(sums))
+
+    _, error = found(init)
+    assert str(error).startswith("the state .inner_state.trace['w'] of TraceState, of ")
+
+
+def test_the_state_of_another_transformation():
+    with pytest.raises(TypeError, match="state is not that of tx"):
+        states(optax.trace(0.9).init).of(optax.adam(0.1).init(PARAMS))
