@@ -153,6 +153,7 @@ def _on_device(
 ) -> tuple[Params, State]:
     """:func:`apply_gradients` for gradients like the parameters, on the device."""
     structures.check_some_gradient("grads", grads)
+    extra = host.to_device(extra)
     grads, arrays = table_rows.as_arrays(grads, params)
     grads = missing.normalized(grads, arrays)
 

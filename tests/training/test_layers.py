@@ -61,19 +61,20 @@ from tests.training.losses import (
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# Losses and ways to step. tests/training/test_on_host.py has them with a state there.
+# Losses and ways to step. tests/training/test_on_host.py has them with a state there,
+# and compiles two passes.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "way"), pairs(LOSSES, ONE_PASS))
 def test_any_loss_and_any_optimizer(loss, way):
-    check(LOSSES[loss], WAYS[way])
+    check(LOSSES[loss], WAYS[way], compiled=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "loss"), pairs(HALF, ["plain", "nested", "teacher"]))
 def test_half_precision(way, loss):
-    check(LOSSES[loss], WAYS[way])
+    check(LOSSES[loss], WAYS[way], compiled=True)
 
 
 @pytest.mark.slow
