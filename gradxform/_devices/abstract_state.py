@@ -170,8 +170,8 @@ def _whole(params: PyTree[Param]) -> _Whole:
     for name, other in others:
         if other != first:
             raise ValueError(
-                f"params lie apart: {_words(first)} at {start}, and "
-                f"{_words(other)} at {name}. Put all parameters on one mesh, by "
+                f"params lie apart: {_place(first)} at {start}, and "
+                f"{_place(other)} at {name}. Put all parameters on one mesh, by "
                 "jax.device_put. NamedSharding(mesh, PartitionSpec()) is for one that "
                 "is whole on each device."
             )
@@ -197,11 +197,12 @@ def _whole_of(name: str, p: Param) -> _Whole:
     )
 
 
-def _words(whole: _Whole) -> str:
+def _place(whole: _Whole) -> object:
+    """The mesh, or the device."""
     if isinstance(whole, NamedSharding):
-        return str(whole.mesh)
+        return whole.mesh
     (device,) = whole.device_set
-    return str(device)
+    return device
 
 
 def _described(p: Param) -> jax.ShapeDtypeStruct:
@@ -223,7 +224,7 @@ def _larger(rank: int, p: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     shape = list(p.shape)
     for axis in _order(p.shape)[rank:]:
         shape[axis] *= 2
-    return p.update(shape=tuple(shape))
+    return p.update(shape=shape)
 
 
 def _shapes(

@@ -166,7 +166,8 @@ def summed_over(tree: PyTree[T], names: tuple[str, ...]) -> PyTree[T]:
 
 def every(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """Whether a bool is true on all devices of these axes: the same on all of them."""
-    axes = sorted(n for n in names if n in _varying(x) or not _is_tracked(n))
+    differs = (n for n in names if n in _varying(x) or not _is_tracked(n))
+    axes = tuple(sorted(differs))
     return jax.lax.pmin(x.astype(jnp.int32), axes) > 0 if axes else x
 
 

@@ -229,10 +229,10 @@ class ScanPass:
         of_parts, of_active = pull(of_results)
         return of_parts, of_active
 
-    def _depending_on(self, inputs: Collection[int]) -> tuple[list[int], list[int]]:
+    def _depending_on(self, active: set[int]) -> tuple[list[int], list[int]]:
         """The positions of inputs that depend on parameters, and of results.
 
-        ``inputs`` has the positions of those that do. A carry depends on parameters if
+        ``active`` has the positions of those that do. A carry depends on parameters if
         a layer makes it depend on them.
         """
         scan, (num_consts, num_carry) = self.scan, self.scan.lengths
@@ -246,7 +246,6 @@ class ScanPass:
         def joined(moved: ByIndex, others: ByIndex) -> list[jax.Array]:
             return self.scan.layer_results([(moved | others)[k] for k in types])
 
-        active = set(inputs)
         while True:
             moved = active | layers
             others = {k: t for k, t in types.items() if k not in moved}
@@ -258,7 +257,7 @@ class ScanPass:
                 ys = [k for k in results if k >= num_carry]
                 of_carry = [k for k in range(num_carry) if num_consts + k in active]
                 return sorted(active), sorted([*of_carry, *ys])
-            active |= carry
+            active = active | carry
 
 
 def _array(cotangent: Any) -> jax.Array:

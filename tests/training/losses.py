@@ -505,7 +505,7 @@ def of_sums_inside(u, params):
         u,
     )
     u = jax.lax.cond(whole > 1e-3, scaled(lambda _: 0.5), lambda u: u, u)
-    return optax.tree.scale(1 / (1 + of_layers), u)
+    return optax.tree.scale(-0.1 / (1 + of_layers), u)
 
 
 @dataclasses.dataclass(eq=False)

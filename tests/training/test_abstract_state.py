@@ -329,6 +329,11 @@ def test_an_init_for_one_size_alone():
     tx = optax.GradientTransformation(init, optax.identity().update)
     like, factor = gx.abstract_state(tx, params)["p"]
     assert (like.sharding.spec, factor.sharding.spec) == (P("x", "y"), P("y"))
+    scales = jnp.ones((8, 8))  # Now its length says nothing.
+    params = described(on(), {"p": (8, 8)}, {"p": P("x", "y")})
+    like, factor = gx.abstract_state(tx, params)["p"]
+    assert like.sharding.spec == P("x", "y")
+    assert factor.sharding.is_fully_replicated
 
 
 def test_a_state_that_is_not_made_parameter_by_parameter():
@@ -391,8 +396,9 @@ def test_whose_a_leaf_is_shows_whatever_the_tree_looks_like(name):
     assert flat.shape == (649,)
 
 
-@pytest.mark.slow
-def test_many_parameters_take_few_traces():
+@pytest.mark.quick_case("6-3")
+@pytest.mark.parametrize(("number", "bits"), [(6, 3), (600, 10)])
+def test_many_parameters_take_few_traces(number, bits):
     """Without placeholders one more for each bit of their number."""
     calls = []
 
@@ -401,13 +407,61 @@ def test_many_parameters_take_few_traces():
         tx = optax.GradientTransformation(
             lambda p: calls.append(1) or init(p), optax.identity().update
         )
-        params = {f"{i}": HERE for i in range(600)}
+        params = {f"{i}": HERE for i in range(number)}
         state = gx.abstract_state(tx, params)
         assert {x.sharding.spec for x in jax.tree.leaves(state)} == {P("x")}
         return len(calls)
 
     assert traces(functools.partial(jax.tree.map, jnp.zeros_like)) <= 4
-    assert traces(INITS["leaves"]) <= 4 + 10
+    assert traces(INITS["leaves"]) <= 4 + bits
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("axis_type", AXES)
+def test_an_init_says_where_an_array_lies(axis_type):
+    """Also inside of ``jit``; what it does not say lies as the parameters do."""
+    mesh = on(axis_type)
+
+    @jax.jit
+    def put(x):
+        explicit = axis_type == AxisType.Explicit
+        put = jax.sharding.reshard if explicit else jax.lax.with_sharding_constraint
+        return put(x, NamedSharding(mesh, P("y", "x")))
+
+    def init(params):
+        return put(jnp.zeros((8, 8))), jnp.zeros_like(params["w"]), jnp.zeros((8, 8))
+
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    found = places(gx.abstract_state(tx, described(mesh)))
+    specs = P("y", "x"), P("x", "y"), P()
+    assert found == tuple(NamedSharding(mesh, spec) for spec in specs)
+
+
+def test_an_init_that_knows_no_explicit_axes():
+    """It multiplies arrays, and JAX asks where the product lies."""
+    params = described(on(AxisType.Explicit))
+    tx = optax.GradientTransformation(
+        lambda p: (p["w"].T @ p["w"], jnp.zeros_like(p["w"])), optax.identity().update
+    )
+    product, like = gx.abstract_state(tx, params)
+    assert (product.shape, product.dtype) == ((8, 8), "float32")
+    assert like.sharding == params["w"].sharding
+
+
+def test_an_axis_of_several_parameters_or_of_the_same_one_twice_is_not_cut():
+    params = dict.fromkeys("abc", HERE)
+    both = HERE.update(sharding=NamedSharding(on(), P(("x", "y"))))
+
+    def init(p):
+        longest = max(x.shape[0] for x in p.values())
+        return jnp.zeros(longest), {k: jnp.outer(x, x) for k, x in p.items()}
+
+    tx = optax.GradientTransformation(init, optax.identity().update)
+    of_all, _ = gx.abstract_state(tx, params)
+    assert of_all.sharding.is_fully_replicated
+    _, squares = gx.abstract_state(tx, params | {"b": both})
+    wanted = NamedSharding(on(), P(("x", "y"), None))
+    assert squares["b"].sharding.is_equivalent_to(wanted, 2)
 
 
 def matrices(w):

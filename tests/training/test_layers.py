@@ -93,7 +93,6 @@ def test_two_passes(way, loss):
 TRACED = {
     "plain": "sums inside",
     "backwards": "clip_by_block_rms",
-    "nested": "norms",
     "grouped": "accumulate",
     "unrolled": "a clip, then a sum",
     "over_data": "weak type",
@@ -103,11 +102,9 @@ TRACED = {
     "two_teachers": "plateau",
     "teacher_first": "compensate_delay",
     "both_at_once": "maximum",
-    "one_is_stopped": "adamw",
     "with_reads": "dot",
     "constant": "schedule_free",
-    "chosen_and_rejected": "muon",
-    "looped_core": "apply_if_finite",
+    "looped_core": "adamw",
 }
 
 
