@@ -377,6 +377,25 @@ def test_types_of_results_that_are_no_leaves():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+def test_rows_in_another_order_are_cut_as_they_were():
+    """They are not whole on each device."""
+
+    def turned(x):
+        return jnp.concatenate([x[1:], x[:1]])
+
+    def reordered(g, before, p):
+        return turned(turned(before * p) @ g.T @ g)
+
+    def update(updates, state, params=None):
+        return each(reordered, updates, state, params), updates
+
+    shapes = dict.fromkeys("abcd", (8, 16))
+    inner = optax.GradientTransformation(lambda params: params, update)
+    trial = Trial(inner, shapes, dict.fromkeys(shapes, P("x")), (4,), AUTO)
+    part = 8 * 16 * REAL
+    assert trial.run() == [[(2 * part, 4), (part, 4)]]
+
+
 @pytest.mark.figures
 def test_a_state_that_lies_as_its_parameters_travels():
     """Types say where it lies. There go gradients, momenta and factors.
