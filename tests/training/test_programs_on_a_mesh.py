@@ -377,6 +377,7 @@ def test_types_of_results_that_are_no_leaves():
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.figures
 def test_rows_in_another_order_are_cut_as_they_were():
     """They are not whole on each device."""
 
