@@ -443,12 +443,12 @@ class _Pack:
             x = x.transpose(*order, *range(len(order), x.ndim))
             even.append(x.reshape(self._count, -1, *shape))
         if kinds[0].is_there:
-            return jnp.concatenate(even) if len(even) > 1 else even[0]
+            return jnp.concatenate(even)
         if uneven:
-            x = jnp.concatenate(uneven) if len(uneven) > 1 else uneven[0]
+            x = jnp.concatenate(uneven)
             x = _padded(x, self._count)
             even.append(x.reshape(self._count, -1, *x.shape[1:]))
-        return jnp.concatenate(even, 1) if len(even) > 1 else even[0]
+        return jnp.concatenate(even, 1)
 
     def unpacked(self, x: jax.Array, kinds: Sequence[Array]) -> list[jax.Array]:
         """The arrays of each parameter again."""

@@ -36,7 +36,7 @@ class Group(NamedTuple):
     cores: list[MatrixCore]
     layouts: list[exchange.Core]
     names: tuple[str, ...]
-    conditions: tuple[due.Condition, ...]
+    conditions: Sequence[due.Condition]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,12 +258,12 @@ class Layout:
 
 def _conditions(
     core: MatrixCore, layouts: Sequence[exchange.Core]
-) -> tuple[tuple[due.Condition, ...], list[exchange.Core]]:
+) -> tuple[list[due.Condition], list[exchange.Core]]:
     """When arrays of equal cores travel, and their layouts with that."""
     eqns, like = core.equations, layouts[0]
     numbers = {x: k for k, x in enumerate(core.reads) if is_integer(x)}
     if all(due.number_of(eqn, numbers) is None for eqn in eqns):
-        return (), [*layouts]
+        return [], [*layouts]
     position = {
         x: k
         for k, (x, of) in enumerate(zip(core.reads, like.reads, strict=True))
@@ -291,7 +291,7 @@ def _conditions(
             return of
         return of._replace(due=conditions.index(wanted[x]), kept=operands[x])
 
-    return tuple(conditions), [
+    return conditions, [
         layout._replace(
             reads=tuple(map(of_read, core.reads, layout.reads)),
             makes=tuple(map(of_made, core.makes, layout.makes)),

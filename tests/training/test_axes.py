@@ -15,7 +15,17 @@ from tests.in_numpy import Program
 LENGTH = 3  # No other axis has this length, or a multiple of it.
 ORDER = [2, 0, 1]
 X = np.random.default_rng(0).standard_normal((4, LENGTH, 5)).astype(np.float32)
-KINDS = "scale", "transpose", "product", "sum", "scan", "slices", "cond", "barrier"
+KINDS = (
+    "scale",
+    "transpose",
+    "product",
+    "sum",
+    "scan",
+    "slices",
+    "cond",
+    "barrier",
+    "turns",
+)
 
 
 def accumulated(x):
@@ -53,6 +63,9 @@ def drawn(rng, depth):
             return lax.map(
                 lambda x: jnp.sin(x) if x.ndim else x, front(x, x.shape.index(LENGTH))
             )
+        if kind == "turns":  # A constant of a loop has slices, too.
+            x = front(x, x.shape.index(LENGTH))
+            return lax.fori_loop(0, 2, lambda _, y: x * y, x)
         if kind == "barrier":
             return lax.optimization_barrier((x, 1.0))[0]
         return lax.cond(jnp.array(True), lambda x: x + 1, lambda x: 2 * x, x)

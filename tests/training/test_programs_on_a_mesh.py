@@ -291,6 +291,14 @@ def test_the_state_of_a_stack_does_not_travel(name, axis_type):
     assert trial.run(3) == [[(8 * 8 * 16 * REAL // 4, 4)] * 2] * 3
 
 
+@pytest.mark.figures
+def test_the_state_of_experts_does_not_travel():
+    """Of 2 layers of 4 experts each of 4 devices has two matrices."""
+    shapes, cuts = {"w": (2, 4, 8, 16)}, {"w": P(None, None, "x", "y")}
+    trial = Trial(preconditioned(), shapes, cuts, (2, 2), AUTO)
+    assert trial.run(2) == [[(8 * 8 * 16 * REAL // 4, 4)] * 2] * 2
+
+
 def preconditioned():
     """Its state is a momentum and a factor."""
 
@@ -378,6 +386,26 @@ def test_types_of_results_that_are_no_leaves():
 
 
 @pytest.mark.figures
+def test_rows_in_another_order_are_cut_as_they_were():
+    """They are not whole on each device."""
+
+    def turned(x):
+        return jnp.concatenate([x[1:], x[:1]])
+
+    def reordered(g, before, p):
+        return turned(turned(before * p) @ g.T @ g)
+
+    def update(updates, state, params=None):
+        return each(reordered, updates, state, params), updates
+
+    shapes = dict.fromkeys("abcd", (8, 16))
+    inner = optax.GradientTransformation(lambda params: params, update)
+    trial = Trial(inner, shapes, dict.fromkeys(shapes, P("x")), (4,), AUTO)
+    part = 8 * 16 * REAL
+    assert trial.run() == [[(2 * part, 4), (part, 4)]]
+
+
+@pytest.mark.figures
 def test_a_state_that_lies_as_its_parameters_travels():
     """Types say where it lies. There go gradients, momenta and factors.
 
@@ -387,6 +415,28 @@ def test_a_state_that_lies_as_its_parameters_travels():
     of_matrix, of_factor = (8 * 8 * n * REAL // 4 for n in (16, 8))
     sent = (2 * of_matrix + of_factor, 4), (of_matrix + 2 * of_factor, 4)
     assert trial.run(2) == [[*sent]] * 2
+
+
+@pytest.mark.figures
+def test_copies_that_devices_do_not_divide_are_padded():
+    """Three devices have the same 50 entries of a factor. Each of them sends 17."""
+    shapes, cuts = (
+        dict.fromkeys("abcdef", (10, 9)),
+        dict.fromkeys("abcdef", P("x", "y")),
+    )
+    trial = Trial(preconditioned(), shapes, cuts, (2, 3), EXPLICIT, is_there=False)
+    there, back = 2 * 90 + 6 * 17, 90 + 6 * 50
+    assert trial.run() == [[(there * REAL, 6), (back * REAL, 6)]]
+
+
+def test_matrices_may_follow_each_other_along_any_axis():
+    inner = optax.stateless(lambda u, _: each_last(product, u))
+    trial = Trial(inner, {"w": (6, 12, 4)}, {"w": P("x")}, (2,), AUTO)
+    assert trial.run() == [[(6 * 12 * 4 * REAL // 2, 2)] * 2]
+
+
+def each_last(f, tree):
+    return jax.tree.map(jax.vmap(f, in_axes=-1, out_axes=-1), tree)
 
 
 def traced_inside(f, cut, sizes, names):
