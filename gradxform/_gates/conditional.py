@@ -96,7 +96,8 @@ def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type], bool]:
 
 def _as_type(x: jax.Array, like: _Type) -> jax.Array:
     """``x`` with the dtype, the explicit sharding and the varying axes of a type."""
-    x = x.astype(like.dtype)
+    if x.dtype != like.dtype:  # A key has no `astype`.
+        x = x.astype(like.dtype)
     if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
         x = jax.sharding.reshard(x, like.sharding)
     return versions.varying_as(x, like)

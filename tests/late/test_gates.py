@@ -417,3 +417,24 @@ def test_a_gate_stays_one_in_a_plain_pair_of_functions():
     )
     chex.assert_trees_all_equal(new, PARAMS)
     assert optax.tree.get(state, "skipped_count") == 1
+
+
+@pytest.mark.every
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize(
+    ("wrap", "loss"), [(contextlib.nullcontext, np.nan), (jax.disable_jit, 1.0)]
+)
+def test_a_typed_key_in_a_state_goes_through_a_gate(wrap, loss):
+    """Outside of ``jit`` it is an array that cannot be cast."""
+    noise = optax.add_noise(0.1, 0.1, jax.random.key(0))
+    tx = gx.skip_spikes(noise)
+    state = tx.init(PARAMS)
+    expected, after = noise.update(GRADS, noise.init(PARAMS))
+    if np.isnan(loss):
+        expected = jax.tree.map(np.zeros_like, GRADS)
+        after = noise.init(PARAMS)
+    with wrap():
+        updates, state = tx.update(GRADS, state, PARAMS, value=loss)
+    chex.assert_trees_all_close(updates, expected, rtol=1e-6)
+    keys = (optax.tree.get(x, "rng_key") for x in (state, after))
+    np.testing.assert_array_equal(*map(jax.random.key_data, keys))

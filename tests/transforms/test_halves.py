@@ -8,6 +8,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._transforms import half, master_weights, round_stochastically
+from tests import in_numpy
 
 BF16 = jnp.dtype(jnp.bfloat16)
 DTYPES = BF16, np.dtype(np.float16)
@@ -46,6 +47,14 @@ def test_the_nearest_number():
         with np.errstate(over="ignore"):
             wanted = np.float32(x.astype(k))
         np.testing.assert_array_equal(found[k], wanted)
+
+
+def test_a_rounded_number_has_the_derivative_of_the_number():
+    def total(x):
+        return sum(jnp.sum(half.nearest(x, np.dtype(dtype))) for dtype in DTYPES)
+
+    gradient = in_numpy.jit(jax.grad(total))(np.float32([0.1, -3.0, 6e4]))
+    np.testing.assert_array_equal(gradient, np.full(3, len(DTYPES)))
 
 
 def test_the_number_next_to_another_and_the_part_of_the_way_there():
