@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import gradxform as gx
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.contrib.test_delayed_nesterov import draw
 from tests.in_numpy import Program
 
@@ -180,7 +180,7 @@ def test_a_worker_begins_ahead(dtype):
         grads = {"w": draw(6, dtype=dtype, seed=t + 1), "b": None}
         params, state = pushed(tx, params, state, grads, local_step=t)
         mu = np.float64(state.inner_state[0].mu["w"])
-        start = jax.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
+        start = in_numpy.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
         assert start["b"] is None
         assert start["w"].dtype == jnp.dtype(dtype)
         expected = np.float64(params["w"]) - 0.5 * 0.75 * mu
