@@ -9,6 +9,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from tests.in_numpy import Program
 
 
 def draw(t, dtype="float32"):
@@ -142,3 +143,19 @@ def test_a_server_has_it_in_its_state():
         found = optax.tree.get(server.state(), "cosine")
     assert not result.applied  # It came too late.
     np.testing.assert_allclose(found, cosine(b, a), atol=1e-6)
+
+
+def test_a_cosine_is_at_most_1():
+    """The product of two roots may be below the square by a rounding."""
+    tx = gx.contrib.measure_cosine()
+    draws = np.random.default_rng(0).normal(size=(40, 3)).astype(np.float32)
+
+    def cosine(g, previous, square):
+        state = gx.contrib.MeasureCosineState(square, previous, square)
+        return tx.update(g, state)[1].cosine
+
+    squares = np.sum(draws**2, axis=1)
+    program = Program(jax.make_jaxpr(cosine)(draws[0], draws[0], squares[0]))
+    found = [program(g, g, s)[0] for g, s in zip(draws, squares, strict=True)]
+    np.testing.assert_allclose(found, 1, rtol=1e-6)
+    assert max(found) == 1

@@ -15,7 +15,7 @@ from tests.draw import inits, jits, matrices, programs, schedules, steps
 
 FAMILIES = inits.FAMILIES | schedules.FAMILIES | matrices.FAMILIES | jits.FAMILIES
 # How many the quick part checks, and the slow one with another seed.
-COUNTS = {"states": (30, 100), "schedules": (6, 60), "matrices": (2, 16)}
+COUNTS = {"states": (30, 100), "schedules": (2, 60), "matrices": (2, 16)}
 COUNTS["jits"] = 2, 16
 
 

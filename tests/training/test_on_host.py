@@ -19,6 +19,7 @@ import gradxform as gx
 from gradxform._jax import compilers
 from gradxform._layers import stacks, tpu
 from gradxform._ray import layout, process
+from gradxform._steps import apply
 from tests.conftest import half, pairwise
 from tests.training.losses import (
     LAYERS,
@@ -210,6 +211,29 @@ def test_a_state_comes_after_the_gradient(tx, arrays):
     state = tx.init(params)
     owned = arrays * len(jax.tree.leaves(params))
     assert barriers(on_host(state)) == barriers(state) + owned
+
+
+def test_what_is_made_from_parameters_there():
+    """What is pushed is on the device, and a worker begins where its parameters lie."""
+    tx, params = optax.sgd(0.1), start()
+    steps = gx.local_steps(loss_fn, tx, donate=False)
+    batches = jnp.stack([batch(0)])
+    traced = steps.trace(on_host(params), tx.init(params), batches)
+    assert "host" not in str(traced.jaxpr.out_avals)
+    own = gx.contrib.ScaleByMomentumLookAheadState(params)
+    begin = jax.jit(gx.contrib.worker_start).trace(on_host(params), own, 0.3, 0.7)
+    made, given = begin.jaxpr.out_avals, begin.jaxpr.in_avals
+    assert str(made) == str(given[: len(made)])
+
+
+def test_tables_beside_parameters_there_are_refused():
+    w = jnp.ones(2)
+    params = {"a": w, "b": gx.on_host(w, min_size=1)}
+    learning = params | {"b": None}
+    apply._check_tables((), learning, params, [])
+    for tables in (["a"], lambda path: True):
+        with pytest.raises(ValueError, match=r"no tables .* those at \['b'\]\. Leave"):
+            apply._check_tables(tables, learning, params, [])
 
 
 @pytest.mark.slow

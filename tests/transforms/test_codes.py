@@ -113,6 +113,8 @@ def test_codes_are_those_of_the_docstring():
     encoded, decoded = run([*(x for x, *_ in cases.values()), bad])
     is_bad = ~np.isfinite(decoded.pop("bad")).reshape(2, 2, 8)
     assert is_bad.any(-1).tolist() == [[True, False], [False, True]]
+    # Only 0 has the lowest code of a block without a negative entry.
+    assert encoded["first"][1][[2, 5], 0].tolist() == [-127, -128]
     for k, (x, axis, n) in cases.items():
         scales, found = encoded[k]
         assert (found.dtype, found.shape) == (jnp.int8, x.shape)

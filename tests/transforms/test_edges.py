@@ -95,6 +95,33 @@ def test_a_number_in_float64_keeps_the_dtypes_of_a_step_in_float32(name):
     assert after == before
 
 
+@pytest.mark.parametrize("row_wise", [False, True])
+@pytest.mark.every
+def test_a_gradient_that_does_not_fit_its_sums_is_named(row_wise):
+    tx = gx.scale_by_adagrad(row_wise=row_wise)
+    sums = jax.eval_shape(tx.init, {"w": jnp.ones((3, 2))})
+    for shape in ((2, 2), (2,), ()) if row_wise else ((3, 3), (3,), (3, 2, 1)):
+        with pytest.raises(TypeError, match=r"^updates .* sum_of_squares .*\['w'\]"):
+            jax.eval_shape(tx.update, {"w": jnp.ones(shape)}, sums)
+
+
+def test_a_row_wise_sum_is_that_of_the_whole_row():
+    values = np.float32([[1, 2], [3, -1], [1, 1]])
+    grads = gx.IndexedSlices([1, 1, 3], values, (4, 2))
+    tx = gx.scale_by_adagrad(0.5, eps=0.0, row_wise=True)
+
+    @jax.jit
+    def step(grads):
+        updates, state = tx.update(grads, tx.init(jnp.ones((4, 2))))
+        return updates.densify(), state.sum_of_squares
+
+    updates, got = step(grads)
+    dense = np.array([[0, 0], [4, 1], [0, 0], [1, 1]])
+    sums = 0.5 + np.mean(dense**2, axis=1)
+    np.testing.assert_allclose(got, sums, rtol=1e-6)
+    np.testing.assert_allclose(updates, dense / np.sqrt(sums)[:, None], rtol=1e-6)
+
+
 RATE = gx.scale_by_learning_rate(0.1)
 AHEAD = gx.contrib.scale_by_momentum_look_ahead
 LATE = functools.partial(gx.contrib.scale_by_delayed_nesterov, num_delay=2)

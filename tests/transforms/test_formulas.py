@@ -423,7 +423,8 @@ def test_numbers_that_inject_hyperparams_made_complex(name):
     [
         (lambda x: gx.adagrad(0.1, eps=x), "eps must be a real scalar"),
         (gx.clip_by_norm, "max_norm must be a real scalar"),
-        (lambda x: gx.scale_by_learning_rate(x).update(jnp.ones(2), None),
+        (gx.scale_by_learning_rate, r"learning_rate must be real, got \(0.5\+0.25j\)"),
+        (lambda x: gx.novograd(x, lr_in_momentum=True),
          r"learning_rate must be real, got \(0.5\+0.25j\)"),
         (lambda x: gx.novograd(lambda _: x, lr_in_momentum=True).update(
             jnp.ones(2), gx.novograd(0.1).init(jnp.ones(2))),

@@ -215,6 +215,13 @@ def test_a_random_number_is_a_hash_of_its_key_and_its_place():
     np.testing.assert_array_equal(got.ravel(), np.array(wanted) / 2**16)
 
 
+def test_updates_of_parameters_in_float32_are_not_rounded():
+    tx, w = gx.round_stochastically(0), jax.ShapeDtypeStruct((2,), jnp.float32)
+    state = jax.eval_shape(tx.init, w)
+    program = jax.make_jaxpr(tx.update)(w, state, w).jaxpr
+    assert program.outvars[0] is program.invars[0]
+
+
 def test_which_parameters_are_in_half_precision():
     assert half.is_half(jnp.ones(1, "bfloat16"))
     assert half.is_half(np.float16(1))
