@@ -152,7 +152,7 @@ class Jitted:
         named = signature.replace(parameters=[first, *parameters])
         vars(run)["__signature__"] = named
         run.__name__, run.__qualname__ = f.__name__, f.__qualname__
-        donated = tuple(n + 1 for n in donate_argnums)
+        donated = [n + 1 for n in donate_argnums]
         self._jitted = jax.jit(run, static_argnums=0, donate_argnums=donated)
 
     def __call__(self, /, *args: Any, **keywords: Any) -> Any:
@@ -214,7 +214,8 @@ def _explain(error: Exception, arrays: Mapping[str, Any]) -> None:
 
 
 def _leaves(x: Any) -> list[Any]:
-    return list(jax.tree.leaves(x))
+    leaves: list[Any] = jax.tree.leaves(x)
+    return leaves
 
 
 def _is_number(x: Any) -> bool:

@@ -74,13 +74,11 @@ def check_state_dtype(
 
     With ``real_only`` it must not be complex.
     """
-    if dtype is None:
-        return
     allowed = jnp.floating if real_only else jnp.inexact
     try:
         # NumPy would take an array for its dtype.
         is_array = isinstance(dtype, jax.Array)
-        if not is_array and jnp.issubdtype(np.dtype(dtype), allowed):
+        if dtype is None or (not is_array and jnp.issubdtype(dtype, allowed)):
             return
     except TypeError:  # NumPy knows no such dtype.
         pass

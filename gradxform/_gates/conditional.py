@@ -96,10 +96,7 @@ def _traced(f: Callable[[], T]) -> tuple[Callable[[], T], PyTree[_Type], bool]:
 
 def _as_type(x: jax.Array, like: _Type) -> jax.Array:
     """``x`` with the dtype, the explicit sharding and the varying axes of a type."""
-    if jax.typeof(x) == like:
-        return x
-    if x.dtype != like.dtype:
-        x = x.astype(like.dtype)
+    x = x.astype(like.dtype)
     if like.sharding.mesh.explicit_axes and jax.typeof(x).sharding != like.sharding:
         x = jax.sharding.reshard(x, like.sharding)
     return versions.varying_as(x, like)

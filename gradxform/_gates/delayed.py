@@ -187,10 +187,9 @@ def _delay(ring: Leaf) -> int:
 
 def _oldest(g: Leaf, ring: jax.Array, slot: jax.Array) -> PyTree[jax.Array]:
     """The oldest gradient, which the new one will replace; the new one if d = 0."""
-    if not maps.has_gradient(g) or not (delay := _delay(ring)):
+    if not maps.has_gradient(g) or not _delay(ring):
         return g
-    at = slot if delay > 1 else 0
-    old = jax.lax.dynamic_index_in_dim(ring, at, keepdims=False)
+    old = jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
     return narrow(old, maps.gradient_dtype(g))
 
 

@@ -274,7 +274,7 @@ def num_workers_of(state: optax.OptState) -> int | None:
 
 
 def _row(x: jax.Array, i: jax.Array) -> jax.Array:
-    return jnp.asarray(jax.lax.dynamic_index_in_dim(x, i, keepdims=False))
+    return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
 
 # The fields of the state that a push changes.

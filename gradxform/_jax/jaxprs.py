@@ -40,7 +40,7 @@ def run(
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], args, strict=True))
     advance(jaxpr.eqns, env, rule)
     pairs = [(x, x.val if isinstance(x, Literal) else env[x]) for x in jaxpr.outvars]
-    return [as_array(x, t) if isinstance(x, _CONSTANT) else x for t, x in pairs]
+    return [as_array(x, t) for t, x in pairs]
 
 
 def as_array(x: Any, of_type: Var | Literal) -> Any:

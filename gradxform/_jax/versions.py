@@ -170,7 +170,7 @@ def to_unreduced(x: jax.Array, axes: Iterable[str]) -> jax.Array:
     """
     sharding = jax.typeof(x).sharding
     axes = frozenset(axes) & frozenset(sharding.mesh.explicit_axes)
-    if not axes or not hasattr(sharding.spec, "partitions"):
+    if not hasattr(sharding.spec, "partitions"):
         return x
     cut = jax.tree.leaves(sharding.spec.partitions)
     axes = axes.difference(cut) | sharding.spec.unreduced
@@ -214,12 +214,13 @@ def check_memory_kinds(name: str) -> None:
 def jit_is_disabled() -> bool:
     """Whether functions are called as they are, for a debugger: ``jax.disable_jit``."""
     # JAX's types know this setting from 0.12 on.
-    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009
+    is_disabled: bool = getattr(jax.config, "jax_disable_jit")  # noqa: B009
+    return is_disabled
 
 
 def is_outside() -> bool:
     """Whether this thread is outside of all transformations of JAX."""
-    return bool(_trace_state() == _outside())
+    return _trace_state() == _outside()
 
 
 def _trace_state() -> object:
@@ -233,7 +234,7 @@ def _trace_state() -> object:
 @functools.cache
 def _outside() -> object:
     # The first call may come from inside. A new thread is outside of everything.
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+    with concurrent.futures.ThreadPoolExecutor() as thread:
         return thread.submit(_trace_state).result()
 
 
@@ -250,7 +251,9 @@ def used_inputs(jaxpr: jax.extend.core.Jaxpr) -> list[bool]:
     """Which inputs of a jaxpr its results need, or an effect in it."""
     from jax.interpreters import partial_eval
 
-    return list(partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+    used: list[bool]
+    _, used = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    return used
 
 
 def scan_lengths(scan: jax.extend.core.JaxprEqn) -> tuple[int, int]:

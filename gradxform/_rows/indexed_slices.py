@@ -168,7 +168,7 @@ class IndexedSlices(SparseLeaf, metaclass=_NamesHint):
         n = len(indices)
         # Only the keys are sorted, and then each row looks up its position. On CPU a
         # sort of pairs of keys and positions takes six times as long.
-        ordered = jax.lax.sort(jnp.asarray(indices))
+        ordered = jax.lax.sort(indices)
         is_first = jnp.concatenate([jnp.ones(1, bool), ordered[1:] != ordered[:-1]])
         position = jnp.cumsum(is_first, dtype=jnp.int32) - 1
         rows = jnp.full_like(ordered, height).at[position].set(ordered)

@@ -102,15 +102,15 @@ def lookup(
 def value_and_grad(
     loss_fn: Callable[Concatenate[Any, P], Value],
     *,
-    tables: tuple[()] = (),
-    has_aux: bool = False,
+    tables: tuple[()] = ...,
+    has_aux: bool = ...,
 ) -> ValueAndGrad[P, Value]: ...
 @overload
 def value_and_grad(
     loss_fn: Callable[Concatenate[Any, P], Value],
     *,
     tables: Tables,
-    has_aux: bool = False,
+    has_aux: bool = ...,
 ) -> Callable[Concatenate[Any, P], tuple[Value, Any]]: ...
 def value_and_grad(
     loss_fn: Callable[..., Any], *, tables: Tables = (), has_aux: bool = False

@@ -72,7 +72,7 @@ def plain(self: Stored) -> jax.Array:
         return stored
     if isinstance(stored, jax.Array):
         return opaque.from_leaf(stored, self.dense_shape[0])
-    return stored.update(dtype=jnp.dtype(jnp.int32))  # A description.
+    return stored.update(dtype=jnp.int32)  # A description.
 
 
 def _on_host(self: Stored) -> np.ndarray[Any, Any]:

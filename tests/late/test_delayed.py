@@ -4,6 +4,8 @@ Its numbers are those of a list in test_contract.py, and of rings in plain Pytho
 test_accumulator.py.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +43,7 @@ def test_a_gradient_is_rounded_to_the_ring_and_no_more(param, grad, given, ring)
     state, update = tx.init(params), jax.jit(tx.update)
     types = jax.tree.map(jax.typeof, state)
     assert state.ring.dtype == ring
-    grads = [jnp.asarray([1 / 3, -0.0, 1000.1]) * (1 + t) for t in range(4)]
+    grads = [jnp.asarray([1 / 3, -0.0, 1000.1]) * (1 + t) for t in range(6)]
     grads = [g.astype(grad) for g in grads]
     for t, g in enumerate(grads):
         updates, state = update(g, state, params)
@@ -63,7 +65,7 @@ def test_inner_sees_the_parameters_and_the_extra_arguments_of_today():
     state = tx.init(jnp.zeros(()))
     with jax.disable_jit():
         for t in range(4):
-            x = jnp.float32(t)
+            x = float(t)  # A number of Python, too.
             updates, state = tx.update(x + 10, state, x, value=x + 20)
     assert (float(updates), int(state.inner_state)) == (11, 2)
     assert seen[-1] == (3, 23)
@@ -88,9 +90,60 @@ def test_a_gradient_that_is_held_is_dense():
     gx.apply_gradients(dense, {"table": rows, "tail": rows}, state, params)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (jnp.ones((4, 1)), r"updates and ring differ at \['table'\].* f\w+32\[4,2\]"),
+        (jnp.ones((4, 2), complex), r"updates and ring differ at \['table'\]"),
+        (gx.IndexedSlices([1], np.ones((1, 2), "f4"), (4, 2)), "give this leaf a dela"),
+        ({}, r"updates and ring differ at \['table'\]"),
+    ],
+)
+def test_a_gradient_that_does_not_fit_its_ring(table, message):
+    with pytest.raises(TypeError, match=message):
+        PARTLY.update({"table": table, "tail": TAIL}, PARTLY.init(BOTH), BOTH)
+
+
+PARTLY = gx.delayed(gx.scale_by_learning_rate(0.1), {"table": 1, "tail": 0})
+BOTH = {"table": jnp.zeros((4, 2)), "tail": jnp.zeros(1)}
+TAIL = gx.IndexedSlices([0], np.ones(1, "f4"), (1,))
+
+
+def test_a_gradient_without_a_ring_may_be_of_any_kind():
+    for tail in (TAIL, BOTH["table"]):
+        grads = BOTH | {"tail": tail}
+        updates, _ = jax.eval_shape(PARTLY.update, grads, PARTLY.init(BOTH))
+        assert updates["tail"].shape == tail.shape
+
+
+@pytest.mark.parametrize("delay", [1, 2])
+@pytest.mark.every
+def test_the_ring_is_written_after_the_step_that_reads_it(delay):
+    """Otherwise it would be copied. That a bool is itself, every compiler knows."""
+    tx, w = gx.delayed(optax.trace(0.9), delay), jnp.ones(3)
+    push = functools.partial(gx.apply_gradients, tx)
+    eqns = jax.make_jaxpr(push)(w, tx.init(w), w).eqns
+    names = [eqn.primitive.name for eqn in eqns]
+    after = set()
+    for eqn in eqns[names.index("cond") :]:
+        read = {x for x in eqn.invars if not hasattr(x, "val")}
+        if eqn.primitive.name == "cond" or not after.isdisjoint(read):
+            after.update(eqn.outvars)
+    (unequal,) = (eqn for eqn in eqns if eqn.primitive.name == "ne")
+    assert {x.aval.dtype for x in unequal.invars} == {np.dtype("float32")}
+    assert after.issuperset(unequal.invars)
+    (new,) = (x for eqn in eqns for x in eqn.outvars if x.aval.shape == (delay, 3))
+    assert new in after
+
+
 def test_a_number_may_stand_for_a_branch():
     state = made({"a": 1, "b": 2})
     assert jax.tree.map(jnp.shape, state.ring) == {"a": (1, 2), "b": {"c": (2, 3)}}
+    assert not any(map(jnp.any, jax.tree.leaves(state.ring)))
+    assert made({"a": 2, "b": 0}).ring["b"]["c"].shape == ()
+    part = {"a": gx.TableRows([3], PARAMS["a"][None], (4, 2)), "b": PARAMS["b"]}
+    assert made({"a": 1, "b": 0}, part).ring["a"].shape == (1, 1, 2)
     # Twice the largest delay is an int32.
     state = jax.eval_shape(lambda: made({"a": 2**30 - 1, "b": 0}))
     assert 2 * len(state.ring["a"]) <= jnp.iinfo(state.count.dtype).max
@@ -99,8 +152,8 @@ def test_a_number_may_stand_for_a_branch():
 PARAMS = {"a": jnp.zeros(2), "b": {"c": jnp.zeros(3)}}
 
 
-def made(num_steps):
-    return gx.delayed(optax.sgd(1.0), num_steps).init(PARAMS)
+def made(num_steps, params=PARAMS, **options):
+    return gx.delayed(optax.sgd(1.0), num_steps, **options).init(params)
 
 
 @pytest.mark.every
@@ -118,6 +171,10 @@ def made(num_steps):
          r"num_steps has no value for params at \['b'\]\['c'\]. Pass one value, or"),
         (lambda: made({"a": 1, "b": 2, "d": 3}), TypeError,
          r"num_steps has 3 at \['d'\], where params has nothing. Pass one value"),
+        (lambda: made(0, ring_dtype="int8"), TypeError,
+         "ring_dtype must be a floating or complex dtype"),
+        (lambda: made(1, ring_dtype="complex64"), TypeError,
+         r"ring_dtype=complex64 does not fit \['a'\]"),
         (lambda: jax.jit(made)({"a": 1, "b": 2}), TypeError,
          r"num_steps\['a'\] is a shape, so it cannot be traced.* in static_args"),
     ],

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import linen
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._trees import states
+from tests import in_numpy
 from tests.conftest import half
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -51,7 +53,7 @@ def pushes_to_poison(gate):
         "apply": functools.partial(apply, local_step=0),
         "vmap": batched,
     }
-    return params, state, {how: jax.jit(push) for how, push in hows.items()}
+    return params, state, {how: in_numpy.jit(push) for how, push in hows.items()}
 
 
 @pytest.mark.parametrize("poison", [np.nan, 1e38])
@@ -184,6 +186,37 @@ def test_on_a_mesh_held_gradients_lie_as_their_parameters(
     )
 
 
+def test_a_step_is_traced_unless_jit_is_disabled():
+    seen = []
+
+    def update(updates, state, params=None):
+        seen.append(isinstance(2 * updates, jax.core.Tracer))
+        return updates, state
+
+    tx = gx.drop_stale(optax.GradientTransformation(optax.identity().init, update), 1)
+    g = jnp.ones(2)
+    for context, wanted in ((contextlib.nullcontext, True), (jax.disable_jit, False)):
+        with context():
+            tx.update(g, tx.init(g), local_step=0)
+        assert {*seen} == {wanted}
+        seen.clear()
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("gate", ["delayed", "all"])
+def test_held_gradients_have_the_boxes_of_their_parameters(gate):
+    """Those of the gate's state name one axis more."""
+    tx, field, _ = HOLD[gate]
+    params = {k: linen.Partitioned(jnp.zeros((8, 4)), ("x", "y")) for k in "ab"}
+    state = tx.init(params)
+    assert getattr(state, field)["a"].names == (None, "x", "y")
+    extra = {"worker": 0, "local_step": 0}
+    read = {k: x for k, x in extra.items() if k in states.words(state)}
+    step = functools.partial(gx.apply_gradients, tx, **read)
+    new = jax.eval_shape(step, params, state, params)
+    assert jax.tree.structure(new) == jax.tree.structure((params, state))
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(
     ("tx", "decision"),
@@ -252,7 +285,7 @@ def test_side_effects_of_a_step_stay_behind_the_gate(monkeypatch):
 
     shown = optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
     tx, params = gx.accumulate(shown, 2), jnp.array(0.0)
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = tx.init(params), in_numpy.jit(tx.update)
     for g in (1.0, 3.0, 5.0, 9.0):
         _, state = update(jnp.array(g), state, params)
     jax.effects_barrier()
@@ -269,7 +302,7 @@ def test_a_choice_lets_nothing_of_a_skipped_gradient_through(
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_tpu)
     tx = gx.drop_stale(optax.sgd(lambda count: 1 / (1 + jnp.float32(count))), 0)
     params = jnp.zeros(3)
-    update = jax.jit(tx.update) if compiled else tx.update
+    update = in_numpy.jit(tx.update) if compiled else tx.update
     state, found = tx.init(params), []
     for g, local_step in ((1.0, 0), (bad, 0), (4.0, 1)):
         updates, state = update(jnp.full(3, g), state, params, local_step=local_step)
@@ -287,7 +320,7 @@ def test_a_choice_gives_the_numbers_of_the_conditional(dtype, monkeypatch):
     def play():
         tx, params = gx.accumulate(inner, 3), {"w": jnp.ones((4, 8), dtype)}
         state, found = tx.init(params), []
-        step = jax.jit(tx.update)
+        step = in_numpy.jit(tx.update)
         for t in range(7):
             g = jax.random.normal(jax.random.key(t), (4, 8), dtype)
             updates, state = step({"w": g}, state, params)

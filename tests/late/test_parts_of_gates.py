@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import gradxform as gx
-from gradxform._gates import counters, gate, missing
+from gradxform._gates import counters, gate, missing, worker_mean
 from gradxform._steps import donation
 
 LARGEST = np.iinfo(np.int32).max
@@ -95,8 +95,47 @@ def test_a_new_state_has_the_dtypes_of_the_old_one():
     other = [jnp.ones(1)]
     assert gate._as_before(other, old) is other
     # A number of Python has no dtype, and stays.
-    for number, before in ((3, jnp.int8(1)), (jnp.float32(0.5), 2), (3, 2)):
+    half = jnp.bfloat16(0.5)
+    for number, before in (
+        (3, jnp.int8(1)),
+        (jnp.float32(0.5), 2),
+        (3, 2),
+        (half, 2.0),
+    ):
         assert gate._as_before([number], [before])[0] is number
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("newest_only", "dtype", "kept"),
+    [(False, "float32", "float32"), (True, "float16", "bfloat16")],
+)
+def test_a_push_enters_the_row_of_its_worker_and_a_mean(newest_only, dtype, kept):
+    """A leaf without a gradient counts as zeros, unless there is no table of it."""
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(2), "c": None, "d": MASKED}
+    tx = gx.worker_mean(SGD, 3, method="ringleader", accumulator_dtype=kept)
+    pushes = [(1, [1, 2], [3, 4]), (1, [3, -1], None), (0, None, [7, 5])]
+
+    def run(state):
+        for i, a, b in pushes:
+            grads = {"a": a and jnp.asarray(a, dtype), "b": b and jnp.asarray(b, dtype)}
+            grads |= {"c": None, "d": MASKED}
+            where, which = jnp.int32(i), jnp.int32(1)
+            new = worker_mean._with_push(grads, state, where, which, newest_only)
+            state = state._replace(**new)
+        return state.counts, state.table, state.means
+
+    counts, table, means = jax.jit(run)(tx.init(params))
+    assert counts.tolist() == [1, 1 if newest_only else 2, 0]
+    of = {"a": [[0, 0], [2, 0.5], [0, 0]], "b": [[7, 5], [1.5, 2], [0, 0]]}
+    if newest_only:
+        of["a"][1], of["b"][1] = [3, -1], [0, 0]
+    for k, rows in of.items():
+        assert {table[k].dtype, means[k].dtype} == {jnp.dtype(kept)}
+        np.testing.assert_array_equal(np.float32(table[k]), rows)
+        mean, rtol = np.mean(rows, axis=0), 3 * float(jnp.finfo(kept).eps)
+        np.testing.assert_allclose(np.float32(means[k]), [[0, 0], mean], rtol, rtol)
+    assert (table["c"], table["d"]) == (None, MASKED)
 
 
 def test_each_leaf_without_a_gradient_is_none():
@@ -229,6 +268,8 @@ def test_arrays_that_a_transformation_begins_with_are_copied():
 
     (found,) = donation._captured(optax.GradientTransformation(reads, None), {"w": W})
     assert found is start
+    rows = gx.TableRows([1], jnp.ones((1, 2)), (3, 2))  # Its state is that of the rows.
+    assert donation._captured(gx.novograd(0.1), {"table": rows}) == []
 
 
 def test_an_error_of_a_gpu_s_host_memory_has_a_note():

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.test_golden import build
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
@@ -23,6 +23,7 @@ CASES = {
     for case in json.loads(path.read_text())["cases"]
 }
 STEPS, NAN, INF = 400, np.nan, np.inf
+W = np.float32(0)
 applied = jax.jit(gx.apply_gradients, static_argnums=0)
 
 
@@ -120,6 +121,20 @@ def test_the_decisions_are_those_of_the_original(name):
     assert state.skipped_count > 3
 
 
+def test_by_default_half_a_window_has_to_be_full():
+    for window, warmup in ((2, 2), (4, 2), (9, 4)):
+        tx = gx.skip_spikes(optax.sgd(1.0), window=window)
+        update, state = functools.partial(tx.update, params=None), tx.init(W)
+        program = in_numpy.Program(jax.make_jaxpr(update)(W, state))
+        for held in range(window + 1):
+            before = state._replace(num_held=np.int32([held, 0]))
+            with np.errstate(over="ignore"):
+                _, *results = program(np.float32(9), before)
+            after = jax.tree.unflatten(jax.tree.structure(state), results)
+            assert after.skipped_count == (held >= warmup)
+            assert after.num_held.tolist() == [min(held + 1, window), 0]
+
+
 @pytest.mark.slow
 def test_equal_numbers_are_no_spike_and_any_larger_one_is():
     tx = gx.skip_spikes(optax.sgd(1.0), window=100)
@@ -168,10 +183,11 @@ def test_a_loss_may_come_or_not_and_inner_gets_it():
         assert state.skipped_count == max(0, t - 2)
     assert state.inner_state == jnp.float32(1.2)
     assert state.num_held.tolist() == [4, 4]
-    tx = gx.skip_spikes(optax.sgd(1.0), window=4)
+    tx = gx.skip_spikes(optax.sgd(1.0), window=4, warmup=np.uint8(2))
     state = tx.init(params)
     for extra in ({}, {"value": 2}, {}, {"value": -3.0}):
-        with jax.disable_jit():
+        # Also with a single number, which has no deviation, nothing is NaN.
+        with jax.disable_jit(), jax.debug_nans(True):
             _, state = push(tx, 1.0, state, params, **extra)
     assert state.num_held.tolist() == [4, 2]
     assert state.skipped_count == 0

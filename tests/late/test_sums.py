@@ -71,7 +71,8 @@ def test_the_weight_of_a_push_and_the_factor_of_its_staleness():
     assert push(None, None).factor is None
     assert push(None, None).w == 1
     assert push(None, 0.5).factor == 0.5
-    assert (push(3, 0.5).factor, push(3, 0.5).w) == (1.5, 3)
+    for factor in (0.5, jnp.bfloat16(0.5)):
+        assert (push(3, factor).factor, push(3, factor).w) == (1.5, 3)
 
 
 def test_weights():

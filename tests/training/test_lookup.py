@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._rows import rows
 from tests.conftest import half
 from tests.training.losses import pairs
 
@@ -134,6 +135,44 @@ def test_ids_on_the_axis_that_cuts_the_table(types, spec, batch, in_context):
         ids = jax.device_put(jnp.arange(8)[::-1], NamedSharding(mesh, batch))
         rows = jax.jit(gx.lookup)(table, ids)
     np.testing.assert_array_equal(rows, draw(8, 8)[::-1])
+
+
+def test_the_mesh_of_explicit_axes_is_set_unless_one_is():
+    on = {
+        name: jax.device_put(np.ones(8), NamedSharding(names(*TYPES[name]), P("x")))
+        for name in ("automatic", "explicit")
+    }
+    empty, mesh = jax.sharding.get_abstract_mesh(), names(*TYPES["explicit"])
+
+    def of_trace(x):
+        with rows.mesh_context([x]):
+            assert jax.sharding.get_abstract_mesh() == empty
+        return x
+
+    for arrays, wanted in (
+        ([jnp.ones(2), on["automatic"]], empty),
+        ([jnp.ones(2), on["explicit"]], mesh.abstract_mesh),
+    ):
+        with rows.mesh_context(arrays):
+            assert jax.sharding.get_abstract_mesh() == wanted
+    jax.make_jaxpr(of_trace)(on["automatic"])
+    other = names(*TYPES["both"])
+    with jax.set_mesh(other), rows.mesh_context([on["explicit"]]):
+        assert jax.sharding.get_abstract_mesh() == other.abstract_mesh
+
+
+def test_rows_lie_as_their_ids_and_a_row_where_these_leave_an_axis():
+    mesh = names(*TYPES["explicit"])
+    for spec, batch, wanted in (
+        (P(None, ("x", "y")), P("x"), P("x", None)),
+        (P("x", "y"), P("x"), P("x", "y")),
+        (P("x", "y"), P(None), P(None, "y")),
+        (P("x", "y"), P(("x", "y")), P(("x", "y"), None)),
+    ):
+        on_table, on_ids = NamedSharding(mesh, spec), NamedSharding(mesh, batch)
+        table = jax.ShapeDtypeStruct((8, 8), "f4", sharding=on_table)
+        ids = jax.ShapeDtypeStruct((16,), "i4", sharding=on_ids)
+        assert jax.eval_shape(gx.lookup, table, ids).sharding.spec == wanted
 
 
 @pytest.mark.slow

@@ -12,10 +12,14 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._jax import jaxprs
+from gradxform._rows import by_row, stored_rows
+from gradxform._slices import slices
 from gradxform._trees import maps
 from tests.conftest import half
 from tests.test_optax_all import FOUND, QUICK, WITHOUT_VALUE
@@ -276,6 +280,18 @@ def test_untouched_rows_stay_to_the_bit(dtype, donated):
         assert np.all(bits(new)[at] != old[at])
 
 
+def test_parameters_of_another_shape_are_named_and_none_are_needed():
+    tx, table = gx.lazy(optax.sgd(0.1)), draw(0, HEIGHT, WIDTH)
+    grads, state = rows([3, 1], 0), tx.init(table)
+    with pytest.raises(TypeError, match=r"^updates and params differ at the root: .*f"):
+        tx.update(grads, state, table[1:])
+    updates, _ = jax.eval_shape(tx.update, grads, state)
+    assert updates.shape == table.shape
+    # The state of a part of a table is that of a table of its rows.
+    part = gx.TableRows([3], table[:1], (HEIGHT, WIDTH))
+    assert isinstance(gx.lazy(optax.trace(0.9)).init(part).trace, jax.Array)
+
+
 @pytest.mark.slow
 def test_padding_gives_zero_updates():
     """Adam without epsilon divides 0 by 0 there."""
@@ -499,6 +515,69 @@ NORMS = {
     ),
     "finite": optax.apply_if_finite(optax.scale_by_adam(eps=0.0), 2),
 }
+
+
+ADDED = {
+    "sum": (lax.reduce_sum, np.sum),
+    "max": (lax.reduce_max, np.max),
+    "min": (lax.reduce_min, np.min),
+    "prod": (lax.reduce_prod, np.prod),
+    "or": (
+        lambda x, axes: lax.reduce_or(x > 1, axes),
+        lambda x, axis: (x > 1).any(axis),
+    ),
+    "and": (
+        lambda x, axes: lax.reduce_and(x > 1, axes),
+        lambda x, axis: (x > 1).all(axis),
+    ),
+    "dot": (
+        lambda x, axes: lax.dot_general(x, x, ((axes, axes), ((), ()))),
+        lambda x, axis: np.tensordot(x, x, (axis, axis)),
+    ),
+}
+
+
+def test_an_operation_that_adds_up_leaves_out_padding():
+    """Rows are the first axis, or the second, or two numbers each of the only one."""
+    numbers = np.float32([[0.5, -2], [3, 4], [9, -9], [1.5, 0.25]])
+    g = gx.IndexedSlices([1, 6, 6, 3], numbers, (6, 2))
+    tables, source = by_row.Rows({(): g}), slices.Source(6, 4)
+    cases = [
+        (name, x, kept, along)
+        for x, kept, along in (
+            (numbers, numbers[[0, 3]], slices.Along(0, 1)),
+            (numbers.T, numbers[[0, 3]].T, slices.Along(1, 1)),
+            (numbers.ravel(), numbers[[0, 3]].ravel(), slices.Along(0, 2)),
+        )
+        for name in ADDED
+    ]
+
+    def added(name, x, _, along):
+        f, _ = ADDED[name]
+        eqn = jax.make_jaxpr(lambda x: f(x, (along.axis,)))(x).eqns[-1]
+        operands = [jnp.asarray(x > 1 if name in ("or", "and") else x)]
+        operands *= len(eqn.invars)
+        kinds = [slices.Kind(source, along)] * len(operands)
+        return tables.policy.add_up(eqn, kinds, operands)[0]
+
+    results = jax.jit(lambda: [added(*case) for case in cases])()
+    for found, (name, _, kept, along) in zip(results, cases, strict=True):
+        _, wanted = ADDED[name]
+        np.testing.assert_allclose(found, wanted(kept, along.axis), rtol=1e-6)
+
+
+def test_operations_over_a_mesh_are_refused_and_casts_are_not():
+    refused = by_row.Rows({}).policy.refused
+    assert {"psum", "ppermute", "reshard"} <= refused
+    assert refused.isdisjoint({"convert_element_type", "add"})
+
+
+def test_rows_of_a_summed_gradient_are_not_looked_up():
+    given = jnp.array([1, 3]), draw(0, 2, WIDTH), (HEIGHT, WIDTH)
+    summed = stored_rows.unchecked(gx.IndexedSlices, *given, summed=True)
+    tx = gx.lazy(optax.scale(2.0))
+    program = jax.make_jaxpr(lambda: tx.update(summed, optax.ScaleState()))()
+    assert not jaxprs.anywhere(program.jaxpr, "gather")
 
 
 @pytest.mark.slow

@@ -90,6 +90,7 @@ COMPLEX = {
 }
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("name", COMPLEX)
 def test_no_imaginary_part_is_lost(name):
     tx, g = COMPLEX[name], jnp.array([1j, 1, 1], jnp.complex64)
@@ -139,8 +140,15 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("rows", [8, 1])
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [
+        *((name, 1) for name in SIZES),
+        *(("lazy", 8), ("optax's", 8)),
+        *(pytest.param(name, 8, marks=pytest.mark.slow) for name in [*SIZES][1:-1]),
+    ],
+)
 def test_a_state_of_another_size_is_named(name, rows):
     """Also where one row would be broadcast, and the step would run."""
     tx, field = SIZES[name]

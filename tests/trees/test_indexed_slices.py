@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._jax import jaxprs
 from gradxform._trees import maps
 from tests.conftest import half
 
@@ -56,6 +57,34 @@ def test_it_has_shape_and_dtype_of_the_dense_gradient_and_sums_in_float32():
     for dense in (grads.densify(), grads.sum_duplicates().densify()):
         assert dense.dtype == jnp.bfloat16
         assert dense[1].tolist() == [4096.0, 4096.0]  # a bfloat16 sum stays at 256
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [("bfloat16", "float32"), ("complex64", "complex64"), ("int8", "int8")],
+)
+def test_repeated_rows_are_added_up_in_at_least_float32(dtype, wide):
+    grads = maps.with_values(slices([1, 1]), jnp.ones((2, 2), dtype))
+    for f in (grads.densify, lambda: grads.sum_duplicates().values):
+        program = jax.make_jaxpr(f)()
+        (added,) = jaxprs.anywhere(program.jaxpr, "scatter-add")
+        assert added.outvars[0].aval.dtype == wide
+        assert program.out_avals[0].dtype == dtype
+
+
+def test_rows_of_explicit_axes_are_whole_on_each_device():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    kinds = [((8,), "i4"), ((8, 2), "f4")]
+    on = NamedSharding(mesh, P("x"))
+    given = [jax.ShapeDtypeStruct(*kind, sharding=on) for kind in kinds]
+
+    def fields(indices, rows):
+        grads = gx.IndexedSlices(indices, rows, (5, 2))
+        return grads.indices, grads.values
+
+    for found in jax.eval_shape(fields, *given):
+        assert not any(found.sharding.spec)
 
 
 # Each length takes a compilation.
@@ -386,7 +415,12 @@ def test_host_callbacks_equinox_and_pickle_get_it_whole():
         assert got.indices.tolist() == [4, 0, 4]
         np.testing.assert_array_equal(got.values, GRADS["table"].values)
     indices = jax.eval_shape(lambda: GRADS["table"]).indices
-    assert (indices.shape, indices.dtype) == ((3,), jnp.int32)
+    assert (indices.shape, indices.dtype) == ((3,), np.dtype("int32"))
+    assert isinstance(indices.dtype, np.dtype)
+    # A callback under `vmap` gets the bits of a stack.
+    bits = np.uint32([[[1], [5], [0]], [[1], [1], [1]]])
+    stack = jax.tree.unflatten(jax.tree.structure(GRADS["table"]), [ONES, bits])
+    assert stack.indices.tolist() == [[4, 0, 5], [4, 4, 4]]
 
 
 def chosen(grads, keep):

@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from gradxform._jax import jaxprs, programs
+from gradxform._jax.compilers import on_cpu
 
 X = np.arange(6, dtype=np.float32).reshape(2, 3)
 
@@ -108,6 +109,25 @@ def test_a_result_may_be_a_number_or_an_argument():
     assert [float(x) for x in got] == [0.5, 3, 2]
     wanted = [x.dtype for x in closed.out_avals]
     assert [x.dtype for x in got] == wanted
+
+
+OFF_CPU = {
+    "a constant": (lambda x: jnp.full(3, 7.0), 7),
+    "one off CPU": (on_cpu(jnp.sin, lambda x: jnp.full(3, 5.0)), 5),
+    "one on CPU": (on_cpu(lambda x: jnp.full(3, 5.0), jnp.sin), None),
+    "an array": (lambda x: lax.broadcast(x[0], (3,)), None),
+    "times a number": (lambda x: 2.0 * x, None),
+    "an argument": (lambda x: x, None),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", OFF_CPU)
+def test_a_number_that_is_constant_on_other_platforms(name):
+    f, wanted = OFF_CPU[name]
+    # Of two results it is the second; another equation comes first.
+    jaxpr = traced(lambda x: (jnp.full(3, 9.0), f(x)), X[0]).jaxpr
+    assert jaxprs.constant_off_cpu(jaxpr, jaxpr.outvars[1]) == wanted
 
 
 def test_where_an_input_is_first_used():

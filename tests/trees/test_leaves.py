@@ -150,6 +150,10 @@ def test_the_value_of_the_parameter_with_this_path_and_shape():
     path = (jax.tree_util.DictKey("a"),)
     for leaf in (None, MASKED, SLICES):
         assert find(path, leaf) == "none"
+    # Nor if it has the shape of the parameter.
+    for leaf, shape in ((None, ()), (MASKED, ()), (SLICES, (4, 2))):
+        find = maps.matching({"a": np.ones(shape)}, [1], 0)
+        assert (find(path, leaf), find(path, np.ones(shape))) == (0, 1)
 
 
 def test_the_keywords_of_a_function():

@@ -97,6 +97,17 @@ def test_the_check_is_one_pass_over_the_gradients(dtype, temporaries, passes):
     assert passes <= check.cost_analysis()["bytes accessed"] / n < passes + 0.01
 
 
+def test_rows_are_written_into_an_array_of_numpy():
+    """As that of a state which was read from a file."""
+    new, table = jnp.ones((2, 3)), np.zeros((5, 3), np.float32)
+    grads = gx.IndexedSlices([1, 4], new, (5, 3))
+    for keeps in (None, True):
+        written = jax.eval_shape(
+            lambda keeps=keeps: boundary.scatter_rows(grads, table, new, keeps)
+        )
+        assert written.shape == table.shape
+
+
 @pytest.mark.parametrize("rate", [np.uint8(2), jnp.uint4(2), jnp.uint32(2), 2, 2.0])
 def test_a_rate_without_a_sign_descends(rate):
     tx = gx.scale_by_learning_rate(rate)
@@ -108,10 +119,16 @@ LINKS = gx.clip_by_global_norm(1.0), gx.clip_by_norm(1.0), gx.contrib.clip_by_zs
 CHAIN = optax.chain(*LINKS, gx.adagrad(0.1, row_wise=True, clipnorm=1.0))
 
 
+@pytest.mark.every
 @pytest.mark.parametrize(
     ("tx", "extra"),
-    [(CHAIN, {}), (gx.drop_stale(CHAIN, 1), {"local_step": 0}), (LINKS[1], {})],
-    ids=["chain", "drop_stale", "link"],
+    [
+        (CHAIN, {}),
+        (gx.drop_stale(CHAIN, 1), {"local_step": 0}),
+        (gx.skip_spikes(CHAIN), {}),
+        (LINKS[1], {}),
+    ],
+    ids=["chain", "drop_stale", "skip_spikes", "link"],
 )
 def test_repeated_rows_are_summed_once_in_a_step(tx, extra):
     """A sum begins with a sort of the indices; a push that is dropped has none."""

@@ -1,5 +1,6 @@
 """Arithmetic, lateness and rows of workers, against NumPy and Python's own integers."""
 
+import functools
 import itertools
 import math
 
@@ -7,7 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from gradxform._jax import jaxprs
 from gradxform._numbers import arithmetic, constants, lateness, norms, workers
 from gradxform._trees import dtypes
 
@@ -167,10 +171,11 @@ def test_the_inverse_of_a_root():
             np.testing.assert_allclose(inverse, wanted, rtol=1e-6)
 
     def may_be_0(eps):
-        program = jax.make_jaxpr(lambda x: arithmetic.inverse_sqrt(x, eps, True))(1.0)
-        return "select_n" in str(program)
+        f = lambda x: arithmetic.inverse_sqrt(x, eps, True)  # noqa: E731
+        return "select_n" in str(jax.make_jaxpr(f)(jnp.float32(1)))
 
     assert [may_be_0(eps) for eps in (0.0, tiny / 4, tiny)] == [True, True, False]
+    assert not may_be_0(jnp.bfloat16(0.25))
 
 
 def test_axes_of_length_1():
@@ -295,6 +300,26 @@ def test_small_arrays_of_one_type_are_summed_together():
     assert program.count("platform_index") == 5
 
 
+def test_what_the_compiler_for_cpu_may_not_share():
+    """How many arrays each barrier has: one alone, or one with what comes before it."""
+    kinds = {
+        "bfloat16": ([2], [1], [], [1, 1]),
+        "float16": ([1], [1], [], [1, 1]),
+        "float32": ([], [], [1], [1, 1]),
+    }
+    for dtype, wanted in kinds.items():
+        x = jax.ShapeDtypeStruct((2, 3), dtype)
+        programs = (
+            jax.make_jaxpr(norms._read_again)(x, 1.0),
+            jax.make_jaxpr(lambda x: norms.squared_norms([x], stacked_axes=1))(x),
+            jax.make_jaxpr(norms.alone)([x]),
+            jax.make_jaxpr(norms.squared_rows)([x]),
+        )
+        for program, numbers in zip(programs, wanted, strict=True):
+            barriers = jaxprs.anywhere(program.jaxpr, "optimization_barrier")
+            assert [len(eqn.invars) for eqn in barriers] == numbers
+
+
 def test_stacked_axes_are_ints_that_a_leaf_has():
     params = {"a": np.ones((2, 3)), "b": np.ones(())}
     assert norms.check_stacked(None, params) == {"a": 0, "b": 0}
@@ -339,6 +364,26 @@ def test_constants():
     assert constants.zero([True, "k"], jnp.int32).shape == ()
     never = constants.never(jnp.float32([1, math.nan, math.inf]))
     assert never.tolist() == [False] * 3
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_constants_lie_where_their_parameters_lie(kind):
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (kind,) * 2)
+    on = NamedSharding(mesh, P("x", "y"))
+    p = jax.device_put(np.ones((2, 4), np.float32), on)
+    assert constants.full_like(p, 3, None).sharding == on
+    assert constants.full_like(p, 3, jnp.int8, axes=1).sharding.spec == P("x")
+    assert constants.stacked(p, 3).sharding.spec == P(None, "x", "y")
+    assert constants.stacked(p, 3).tolist() == [[[1] * 4] * 2] * 3
+    whole = constants.stacked(jax.device_put(p, NamedSharding(mesh, P())), 3)
+    assert whole.sharding.is_fully_replicated
+    # JAX gives its own results on automatic axes the shortest spec.
+    assert len(whole.sharding.spec) == (0 if kind == AxisType.Auto else 1)
+    of_axes = functools.partial(constants.full_like, value=3, dtype=jnp.int8, axes=1)
+    if kind == AxisType.Explicit:
+        described = jax.ShapeDtypeStruct(p.shape, p.dtype, sharding=on)
+        assert jax.eval_shape(of_axes, described).sharding.spec == P("x")
 
 
 def test_constants_of_a_program_come_from_an_argument():

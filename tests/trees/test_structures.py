@@ -367,6 +367,13 @@ def test_leaves_without_numbers(leaf, error, words):
         structures.check_usable(params=TREE, grads={**TREE, "b": leaf})
 
 
+def test_of_numpy_s_arrays_jax_is_asked_once_for_each_dtype(monkeypatch):
+    assert structures.is_usable(ONES(2))
+    monkeypatch.setattr(structures, "_refusal", lambda leaf: "it is slow")
+    assert structures.is_usable(ONES(3))
+    assert not structures.is_usable(1.0)
+
+
 def test_leaves_that_hold_numbers():
     leaves = [1, 1.0, 1j, True, np.float32(1), ONES(2), jnp.ones(2), SLICES]
     assert all(map(structures.is_usable, leaves))

@@ -280,5 +280,17 @@ def test_a_jitted_function_has_its_names_and_its_keywords():
         keeps_bools=lambda name, args: (name, args) == ("last", (1.0,)),
     )
     assert kept.eval_shape(1.0, last=True).dtype == bool
+    # By position only, a name leaves that of a keyword free.
+    named = traced, keywords.Jitted(lambda x, /, y: x, trees=1).trace(1.0, 2.0)
+    names = [x.jaxpr.jaxpr.debug_info.arg_names for x in named]
+    assert names == [("params_", "batch_", "scale"), ("x_", "y")]
     with pytest.raises(TypeError, match="JAX type"):
         kept.eval_shape(2.0, last=object)
+
+
+def test_a_keyword_may_have_the_name_of_an_argument_by_position():
+    def step(params, /, **words):
+        return params * words["params"]
+
+    twice = keywords.Jitted(step, trees=1)
+    assert twice.eval_shape(2.0, params=np.ones(3, "f4")).shape == (3,)
