@@ -154,8 +154,10 @@ def test_a_leader_tells_its_cause_before_it_ends(monkeypatch, capfd):
 
 
 def test_a_leader_keeps_a_port_that_the_coordinator_may_share():
-    it = leader.Leader()
+    it, second = leader.Leader(), leader.Leader()
     host, _, port = it.listen("127.0.0.1").partition(":")
+    assert second.listen("127.0.0.1") != f"{host}:{port}"  # Each has its own.
+    second._reserved.close()
     with contextlib.closing(it._reserved), socket.socket() as another:
         with pytest.raises(OSError, match="in use"):
             another.bind((host, int(port)))
