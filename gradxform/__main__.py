@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,7 +61,7 @@ def make_worker(
     # windows[digit, down, right] is one of nine shifted images; a view, no copies.
     padded = np.pad(digits.images, ((0, 0), (1, 1), (1, 1)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (8, 8), axis=(1, 2))
-    median = mean_duration / np.exp(JITTER**2 / 2)
+    median = mean_duration / math.exp(JITTER**2 / 2)
 
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng((*seed, number, 0))
@@ -70,7 +71,7 @@ def make_worker(
 
     def duration(number: int) -> float:
         rng = np.random.default_rng((*seed, number, 1))
-        return float(median * rng.lognormal(sigma=JITTER))
+        return median * rng.lognormal(sigma=JITTER)
 
     return engines.Worker(gradient, batch, duration)
 

@@ -162,6 +162,7 @@ def test_the_split_is_stratified_and_complete():
     np.testing.assert_allclose(test, (train + test) / 5, atol=1)
     images = np.concatenate([digits.images, digits.test_images]).reshape(1797, 64)
     assert len(np.unique(images, axis=0)) == 1797  # No digit on both sides.
+    assert digits.labels[:8].tolist() == [3, 9, 1, 3, 1, 9, 4, 4]  # Always the same.
     assert images.min() == 0.0
     assert images.max() == 1.0
 
@@ -172,7 +173,7 @@ def test_workers_shift_digits_by_at_most_a_pixel():
     digits = job.Digits(images, images, labels, labels)
     batch, drawn = job.make_worker(None, digits, 1.0, [0]).batch(3)
     which, down, right = np.nonzero(batch)
-    assert which.tolist() == list(range(job.BATCH_SIZE))
+    assert which.tolist() == list(range(64))
     assert batch[which, down, right].tolist() == drawn.tolist()
     assert set(zip(down, right, strict=True)) == {
         (d, r) for d in (2, 3, 4) for r in (2, 3, 4)
@@ -238,6 +239,8 @@ def test_minibatches_and_durations_are_functions_of_seed_worker_and_number():
 
     first = drawn(0, 1, number=7)
     assert first == drawn(0, 1, number=7)
+    normal = np.random.default_rng((0, 1, 7, 1)).standard_normal()
+    np.testing.assert_allclose(first[1], np.exp(0.25 * normal - 0.25**2 / 2))
     for other in (drawn(0, 1, number=8), drawn(0, 2, number=7), drawn(1, 1, number=7)):
         assert first[0] != other[0]
         assert first[1] != other[1]

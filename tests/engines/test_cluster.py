@@ -11,11 +11,15 @@ import time
 import types
 from unittest import mock
 
+import numpy as np
 import pytest
 import ray
+from jax.sharding import PartitionSpec as P
 
 from gradxform import engines
 from gradxform._ray import actors, servers, wire
+from gradxform._ray.followers import Follower
+from gradxform._ray.leader import Leader
 from gradxform._ray.servers import RayServer, ServerDiedError, WorkersServer
 from gradxform._server.records import ServerStatus, Tally
 from tests.engines.jobs import fails, make_job
@@ -172,6 +176,69 @@ def test_processes_of_before_are_ended_before_others_start(notes):
     with pytest.raises(TypeError, match="Could not serialize"):
         processes.start(None, pytest.fail)
     assert notes.calls == ["server", "kill server", "server"]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("hosts", "address"),
+    [(["10.0.0.1", "10.0.0.1"], "127.0.0.1"), (["10.0.0.1", "10.0.0.2"], "10.0.0.1")],
+)
+def test_a_leader_listens_where_the_other_processes_reach_it(
+    hosts, address, monkeypatch
+):
+    leaders, followers, ray = mock.MagicMock(), mock.MagicMock(), mock.MagicMock()
+
+    def remote(of=None, **groups):
+        if of is Leader:
+            return leaders
+        assert groups == {"concurrency_groups": {"calls": 6}}
+        return {Follower: followers}.__getitem__
+
+    ray.remote = remote
+    for made in (leaders, followers):
+        actor = made.options.return_value.remote.return_value
+        actor.__ray_call__ = mock.Mock()
+    monkeypatch.setattr(actors, "require", lambda *_: ray)
+    params = {"w": np.ones((2, 3), np.float32)}
+    layout = actors.layout_of(params, 2, {"w": P("server")})
+    options = {"max_concurrency": 5, "name": "x", "num_cpus": 2}
+    processes = actors.Processes(layout, make_job(params=params), options)
+    answers = mock.Mock(side_effect=[hosts, ["there:1"], [None, None]])
+    processes.answers = answers
+    leader = processes.start("a checkpoint", "a check")
+    assert leader is leaders.options.return_value.remote.return_value
+    leaders.options.assert_called_once_with(max_concurrency=6, name="x", num_cpus=2)
+    followers.options.assert_called_once_with(num_cpus=2)
+    make = followers.options.return_value.remote
+    make.assert_called_once_with(1)
+    leader.listen.remote.assert_called_once_with(address)
+    given = [[ray.put.return_value]] * 2
+    follower = make.return_value
+    leader.join.remote.assert_called_once_with(
+        [follower], given[0], layout, "a checkpoint"
+    )
+    follower.join.remote.assert_called_once_with(
+        "there:1", given[1], layout, "a checkpoint"
+    )
+    assert [call.args[1] for call in answers.call_args_list] == ["a check"] * 3
+    parts = [call.args[0].params["w"].tolist() for call in ray.put.call_args_list]
+    assert parts == [[[1.0] * 3]] * 2
+    assert all(not call.args[0].workers for call in ray.put.call_args_list)
+
+
+def test_answers_are_waited_for_one_by_one(notes, monkeypatch):
+    left, got, checks = ["a", "b", "c"], [], []
+
+    def wait(asked, num_returns, timeout):
+        assert (asked, num_returns, timeout) == (left, 1, 0.5)
+        return [left.pop()], [*left]
+
+    monkeypatch.setattr(notes, "wait", wait)
+    monkeypatch.setattr(notes, "get", lambda asked: got.append(asked) or asked)
+    processes = actors.Processes(None, make_job(), {})
+    assert processes.answers("abc", lambda: checks.append(1)) == ["a", "b", "c"]
+    assert got == [["c"], ["b"], ["a", "b", "c"]]  # The first may raise at once.
+    assert checks == [1, 1]
 
 
 @pytest.mark.every

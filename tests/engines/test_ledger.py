@@ -153,6 +153,25 @@ def test_the_checkpoint_names_waiting_workers():
     assert (ledger.tally.pushes, ledger.next(2), ledger.next(0)) == (1, 1, 0)
 
 
+def test_a_push_that_had_acted_is_that_of_its_first_step():
+    world = World()
+    ledger = Ledger(world.status)
+    ledger.begun[0] = Begun(0, 0, 0.0, 0.0)
+    first = world.push(0, 0)  # The answer is lost.
+    assert not ledger.is_repeated(first)
+    ledger.leave_unanswered(0)
+    ledger.hear(world.status_now())
+    later = GlobalStep(7, first.local_step.incarnation)
+    again = world.push(0, 0)._replace(local_step=later)
+    assert ledger.is_repeated(again)
+    ledger.add(again)
+    assert not ledger.is_repeated(again)
+    assert ledger.tally.last(0) == world.answers[0]
+    assert (ledger.tally.last(0).local_step, ledger.accumulated) == (0, 0)
+    ledger.add(world.push(0, 1))
+    assert (ledger.global_step, ledger.tally.pushes) == (2, 2)
+
+
 def test_pushes_of_nobody_in_a_checkpoint_are_accounted_for():
     """A push without ``push_id`` is counted by the server, and has no number."""
     world = World()

@@ -690,6 +690,22 @@ def test_bad_arguments_of_rules_are_errors(rule, arguments, name):
         rule(*arguments)
 
 
+@pytest.mark.every
+@pytest.mark.parametrize("kind", [int, np.float32, jnp.float32])
+def test_a_rule_answers_with_a_bool_of_python(kind):
+    """A number of JAX would be compared on its device, for each question."""
+    rules = [
+        engines.stale_synchronous(kind(0)),
+        engines.bounded_staleness(kind(1)),
+        engines.admission(kind(2), kind(2)),
+    ]
+    progress = engines.Progress(0, {0: 3, 1: 3}, (3,), 3, 0, 4)
+    late = progress._replace(clocks={0: 4, 1: 3}, local_steps=(1, 2), started=6)
+    for rule in rules:
+        assert rule(progress) is True
+        assert rule(late) is False
+
+
 def yields(progress):
     yield True
 

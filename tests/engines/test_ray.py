@@ -418,6 +418,17 @@ def test_a_run_connects_and_leaves_all_as_it_was(address, not_connected):
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
 
 
+def test_a_program_keeps_its_own_handler_of_sigterm(not_connected):
+    def own(*_):
+        """That of the program."""
+
+    signal.signal(signal.SIGTERM, own)
+    with engines.ray(make_job(1, 3)) as run:
+        assert signal.getsignal(signal.SIGTERM) is own  # And not that of Ray.
+        list(run.pushes)
+    assert signal.getsignal(signal.SIGTERM) is own
+
+
 def test_sigterm_ends_a_run_and_its_cluster(not_connected):
     ray, _ = not_connected
 

@@ -139,6 +139,38 @@ def test_a_failure_of_all_ends_nobody(ray, monkeypatch):
     assert not ended
 
 
+def test_a_follower_keeps_what_was_prepared_until_its_command_comes():
+    follower = module.Follower(1)
+    follower.process, follower._store = process, store = mock.Mock(), mock.Mock()
+    message = mock.Mock(received=lambda: ("grads", "extra"))
+    process.core.prepare.side_effect = lambda *given: given
+    for key in (7, 8):
+        follower.prepare(key, message)
+    follower.push(7, 3)
+    process.core.commit.assert_called_once_with(("grads", "extra"), 3)
+    assert [*follower._prepared] == [8]
+    snapshot = mock.Mock(state={"w": jnp.ones(1)})
+    for key, taken in ((9, snapshot), (10, snapshot), (11, None)):
+        process.core.snapshot.return_value = taken
+        follower.snapshot(key)
+    follower.write(9)
+    assert store.write_soon.call_args.args[0]() is snapshot
+    for key in (8, 10, 11, 12):
+        follower.forget(key)
+    assert (follower._prepared, follower._snapshots) == ({}, {})
+    process.core.commit.side_effect = MemoryError("no room")
+    follower.prepare(13, message)
+    with pytest.raises(MemoryError):
+        follower.push(13, 4)
+    assert follower.failure() == "MemoryError: no room"
+    follower.resume(5)
+    store.read.assert_called_once_with(5, process.like())
+    process.placed.assert_called_once_with(store.read())
+    process.core.resume.assert_called_once_with(process.placed())
+    follower.compile("form", "share")
+    process.reader.prepare.assert_called_once_with("share", "form")
+
+
 # The leader.
 
 
@@ -154,8 +186,10 @@ def test_a_leader_tells_its_cause_before_it_ends(monkeypatch, capfd):
 
 
 def test_a_leader_keeps_a_port_that_the_coordinator_may_share():
-    it = leader.Leader()
+    it, second = leader.Leader(), leader.Leader()
     host, _, port = it.listen("127.0.0.1").partition(":")
+    assert second.listen("127.0.0.1") != f"{host}:{port}"  # Each has its own.
+    second._reserved.close()
     with contextlib.closing(it._reserved), socket.socket() as another:
         with pytest.raises(OSError, match="in use"):
             another.bind((host, int(port)))
@@ -208,9 +242,14 @@ def test_a_push_is_prepared_by_all_and_then_one_command_runs_it(group):
     np.testing.assert_array_equal(transport.core.state()["params"]["w"], [-1, -1])
 
 
-def test_a_step_that_fails_is_told_and_loses_the_parameters(group):
+@pytest.mark.every
+@pytest.mark.parametrize("when", ["begins", "ends"])
+def test_a_step_that_fails_is_told_and_loses_the_parameters(when, group):
     transport, followers = group
     broken = mock.Mock(side_effect=MemoryError("no room"))
+    if when == "ends":  # JAX tells it who waits for the arrays.
+        leaf = types.SimpleNamespace(block_until_ready=broken)
+        broken = mock.Mock(return_value=[leaf])
     prepare = transport.core.prepare
     transport.core.prepare = lambda *args: prepare(*args)._replace(step=broken)
     with pytest.raises(MemoryError):

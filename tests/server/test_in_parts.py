@@ -287,6 +287,22 @@ def test_each_process_reads_its_rows_and_compiles_once(monkeypatch):
     for ids, calls in (([3, 4], 2), ([2, 5], 2), ([3], 2), ([4, 3, 2, 5], 3)):
         server.pull(server.tables.request({"0": ids}, None))
         assert len(followers.calls) == calls
+    core.close()
+    for rows in (None, {"0": [1]}):
+        with pytest.raises(gx.ServerClosedError):
+            server.pull(server.tables.request(rows, None))
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_one_process_sends_the_whole_of_what_its_devices_share(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.SimpleNamespace(get=list))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    table = np.arange(12, dtype=np.float32).reshape(4, 3)
+    params = jax.device_put(table, jax.sharding.NamedSharding(mesh, P("x")))
+    server = RayTransport(of_one_process(params, optax.set_to_zero()))
+    response, _ = server.pull(PullRequest())
+    _, sent, *_ = response._parts
+    np.testing.assert_array_equal(sent.received()[0], table)
 
 
 class Name(str):

@@ -5,6 +5,7 @@ Files, and what is read from them, are in ``tests/engines/test_folders.py``.
 
 import threading
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -163,6 +164,19 @@ def test_an_old_one_that_cannot_be_deleted_is_told_once(notes, caplog):
         f"checkpoint: {BUCKET}/3 is old, but cannot be deleted: OSError: it is a link"
     )
     assert caplog.messages == [told]
+
+
+def test_a_run_that_has_saved_does_not_begin_anew(notes):
+    store = made()
+    store._folder = mock.Mock(has_saved=False)
+    assert store.newest() is None
+    store._folder.has_saved = True
+    with pytest.raises(OSError, match=f"^checkpoint: {BUCKET} has no checkpoint left"):
+        store.newest()
+    notes.there.append(7)
+    assert store.newest() == 7
+    store.close()
+    store._folder.release.assert_called_once_with()
 
 
 def test_without_memory_for_a_snapshot_none_is_written(notes, caplog):
