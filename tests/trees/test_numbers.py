@@ -190,7 +190,7 @@ EARLIER = [INT.min, -1, *STEPS]
 def test_how_late_a_gradient_is():
     pairs = np.array([*itertools.product(STEPS, EARLIER)], np.int32)
     both = np.array([*itertools.product(STEPS, STEPS)], np.int32)
-    bounds = [0, 1, 5, 2**40, math.inf, np.float32(1), jnp.int32(1), jnp.float32(0.5)]
+    bounds = [0, 1, 5, 2**40, math.inf, np.float32(1), jnp.int32(1), jnp.bfloat16(0.5)]
     late, fresh_ones = jax.jit(
         lambda pairs, both: (
             lateness.staleness(*pairs),
