@@ -324,3 +324,16 @@ def test_a_value_of_many_entries_is_refused():
             with refused():
                 nested.check_small("config", Config(a=filled))
     nested.check_small("config", Config(a=[row] * 300))
+
+
+def test_a_repeated_value_is_looked_at_once():
+    class Row(list):
+        count = 0
+
+        def __iter__(self):
+            self.count += 1
+            return super().__iter__()
+
+    row = Row([1, 2])
+    nested.check_small("config", [row] * 50)
+    assert row.count == 1
