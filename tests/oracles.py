@@ -253,7 +253,7 @@ def momentum_look_ahead(params, sequence, learning_rate, b1=0.9, *, alignment=No
 def kind(g, m, *, aligned, eps, **_):
     """The case that a gradient is to HeLoCo."""
     lengths = np.linalg.norm(g), np.linalg.norm(m)
-    if min(lengths) < eps or not np.isfinite(lengths).all():
+    if min(lengths) < eps or 0 in lengths or not np.isfinite(lengths).all():
         return "short"
     cosine = np.vdot(m, g).real / (lengths[0] * lengths[1] + eps)
     return "aligned" if cosine >= aligned else "opposed" if cosine < 0 else "between"
@@ -272,7 +272,8 @@ def aligned(g, m, **numbers):
         share = min(numbers["shrinkage"] * -cosine * sure, numbers["max_shrinkage"])
         return g - share * part
     ends = numbers["aligned"] - cosine, numbers["aligned"] - numbers["opposed"] + eps
-    turn = min(numbers["rotation"] * (ends[0] + eps) / ends[1] * sure, 1)
+    ramp = min((ends[0] + eps) / ends[1], 1)
+    turn = min(numbers["rotation"] * ramp * sure, 1)
     mixed = (1 - turn) * g / (length + eps) + turn * m / (other + eps)
     return mixed * length / (np.linalg.norm(mixed) + eps)
 

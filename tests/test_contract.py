@@ -21,7 +21,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._gates.gate import gate_of
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.descriptors import DESCRIPTORS, UNGATED, factory
 
 COMPLEX = ("complex64", "complex128")
@@ -475,7 +475,7 @@ def test_inject_hyperparams(row, compiled, standard_promotion):
     # Its numbers have the widest dtype of the parameters.
     params, grads = draw(0, "bfloat16", "float32"), draw(1, "float16", "float32")
     state = tx.init(params)
-    update = jax.jit(tx.update)
+    update = in_numpy.jit(tx.update)
     atol = 1e-4 if row.sets_params else 1e-6  # Its state is a difference.
     # The same in float32, with numbers that are constants.
     for expected in compiled.run(wide(grads), wide(params)):
@@ -604,7 +604,7 @@ def test_masked_and_partition_run_each_part_on_its_own(row):
         ),
     }
 
-    @jax.jit
+    @in_numpy.jit
     def update(grads, params):
         def updates(tx, grads, params):
             return tx.update(grads, tx.init(params), params, **row.extra(params))[0]
@@ -708,7 +708,7 @@ def test_vmap_and_scan_equal_loops(row, compiled):
     batch = [(draw(i), draw(10 + i)) for i in range(3)]
     tx = row.make()
 
-    @jax.jit
+    @in_numpy.jit
     def three_steps(params, grads):
         def body(state, _):
             updates, state = jax.vmap(update)(grads, state, params)
@@ -733,7 +733,7 @@ def test_vmap_and_scan_equal_loops(row, compiled):
 def test_derivatives_through_the_update_are_finite(row):
     params, grads, tx = draw(0)["w"], draw(1)["w"], row.make()
 
-    @jax.jit
+    @in_numpy.jit
     @functools.partial(jax.value_and_grad, argnums=(0, 1))
     def loss(grads, params):
         updates, _ = tx.update(grads, tx.init(params), params, **row.extra(params))
@@ -830,7 +830,7 @@ def test_sparse_updates_are_the_dense_ones(row):
             return
         tx = optax.chain(gx.densify(), tx)
 
-    @jax.jit
+    @in_numpy.jit
     def both(grads, state, dense_state):
         extra = row.extra(params)
         updates, state = tx.update(grads, state, params, **extra)

@@ -3,7 +3,12 @@
 Training by ``fit`` is in `test_keras_fit`, which is slow. Here nothing is compiled.
 """
 
+import importlib
+import sys
+import types
+
 import jax
+import jax.experimental.sparse
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -87,14 +92,108 @@ def test_a_rate_is_read_and_set_before_and_after_it_is_built(keras):
         _ = make(momentum()).learning_rate
 
 
+def test_two_rates_are_one_too_many_and_a_rate_of_another_name_is_none(keras):
+    def rated(learning_rate):
+        return optax.sgd(learning_rate)
+
+    one = optax.inject_hyperparams(rated)(learning_rate=0.25)
+    two = make(optax.chain(one, one))
+    other = make(optax.inject_hyperparams(momentum)(rate=0.25))
+    for optimizer, count in ((two, 2), (other, 0)):
+        for _ in range(2):
+            with pytest.raises(
+                AttributeError, match=f"^the optimizer's .* {count} lea"
+            ):
+                _ = optimizer.learning_rate
+            optimizer.build(variables(keras))
+
+
+def test_no_gradient_is_late_for_gates_side_by_side(keras):
+    """One has made a step with the first gradient, and the other has not."""
+    gates = {
+        "a": gx.conditional_accumulator(optax.sgd(1.0), 2),
+        "b": gx.drop_stale(optax.sgd(1.0), 0),
+    }
+    tx = optax.partition(
+        gates, lambda params: type(params)(zip(params, "aba", strict=True))
+    )
+    given, optimizer = variables(keras), make(tx)
+    for _ in range(2):
+        optimizer.apply([jnp.ones(2)] * 3, given)
+    assert values(given) == [[0.0] * 2, [0.0] * 2, [2.0] * 2]
+
+
+def test_a_sparse_gradient_of_jax_is_made_dense(keras):
+    given, optimizer = variables(keras)[:2], make(momentum())
+    sparse = jax.experimental.sparse.BCOO((jnp.ones(1), jnp.array([[1]])), shape=(2,))
+    optimizer.apply([sparse, jnp.ones(2)], given)
+    assert values(given) == [[1.0, 0.5], [1.5] * 2]
+
+
+def test_each_leaf_of_the_state_is_a_variable_with_a_copy(keras):
+    """Keras donates parameters and state: one array must not be donated twice."""
+    start = optax.GradientTransformation(
+        lambda params: params, lambda updates, state, params: (updates, state)
+    )
+    given, optimizer = variables(keras)[:2], make(start)
+    optimizer.build(given)
+    kept = optimizer.variables[1:]
+    assert [x.name for x in kept] == ["a", "b"]
+    assert values(kept) == values(given)
+    pointers = {x.value.unsafe_buffer_pointer() for x in [*kept, *given]}
+    assert len(pointers) == 4
+    number = optax.GradientTransformation(
+        lambda _: jnp.float32(2.0), lambda updates, state, params: (updates, state + 1)
+    )
+    optimizer = make(number)
+    optimizer.apply([jnp.ones(2)] * 2, given)
+    (kept,) = optimizer.variables[1:]
+    assert (kept.name, float(kept.value)) == ("state", 3.0)
+
+
+def test_a_leaf_lies_like_its_parameter_and_others_on_all_devices(keras):
+    from gradxform.keras import _optimizer
+
+    layout, distribution = _optimizer._layout, keras.distribution
+    assert layout(jnp.ones(2)) is None
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    cut = jax.device_put(jnp.ones((2, 3)), sharding)
+    assert layout(cut) is sharding
+    devices = distribution.list_devices("cpu")
+    distribution.set_distribution(distribution.DataParallel(devices=devices))
+    try:
+        found = layout(jnp.ones((2, 3)))
+        assert found.axes == (None, None)
+        assert found.device_mesh.devices.size == len(devices)
+        assert layout(cut) is sharding
+    finally:
+        distribution.set_distribution(None)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("backend", ["torch", None])
+def test_another_backend_or_no_keras_is_an_error(backend, monkeypatch):
+    of = types.SimpleNamespace(backend=lambda: backend)
+    found = backend and types.SimpleNamespace(backend=of)
+    monkeypatch.setitem(sys.modules, "keras", found)
+    for name in ("gradxform.keras", "gradxform.keras._optimizer"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    with pytest.raises(ImportError, match=r"JAX backend: run python -m pip") as raised:
+        importlib.import_module("gradxform.keras")
+    ends = "Its backend is 'torch'." if backend else "first import of keras."
+    assert str(raised.value).endswith(ends)
+
+
 def test_random_keys_of_a_state_go_on(keras):
     given = variables(keras)
-    noise = optax.add_noise(1.0, 0.0, jax.random.key(3))
+    key = jax.random.key(3, impl="rbg")  # It is no key without its kind.
+    noise = optax.add_noise(1.0, 0.0, key)
     optimizer = make(noise)
     optimizer.build(given)
     (keys,) = [x for x in optimizer._leaves.values() if x.key is not None]
     first = np.asarray(keys.variable.value)
-    assert (first == np.asarray(jax.random.key_data(jax.random.key(3)))).all()
+    assert (first == np.asarray(jax.random.key_data(key))).all()
     optimizer.apply([jnp.ones(2)] * 3)
     params = {str(i): jnp.ones(2) for i in range(3)}
     _, after = noise.update(params, noise.init(params))

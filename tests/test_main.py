@@ -1,9 +1,11 @@
 """The demo: its parts by hand-made cases, and the command as a user runs it."""
 
 import contextlib
+import dataclasses
 import errno
 import functools
 import io
+import logging
 import os
 import pathlib
 import pty
@@ -21,6 +23,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import gradxform as gx
@@ -253,8 +256,41 @@ def make_job(*options):
 
 def test_the_last_worker_is_the_straggler():
     workers = make_job("--workers", "3", "--straggler", "5", "--work", "0.1").workers
-    means = [np.mean([*map(worker.duration, range(4000))]) for worker in workers]
-    np.testing.assert_allclose(means, [0.1, 0.1, 0.5], rtol=0.03)
+    drawn = [[*map(worker.duration, range(2000))] for worker in workers]
+    np.testing.assert_allclose(np.mean(drawn, 1), [0.1, 0.1, 0.5], rtol=0.03)
+    np.testing.assert_allclose(np.std(np.log(drawn), 1), [0.25] * 3, rtol=0.05)
+
+
+def test_the_rate_rises_for_a_tenth_and_falls_to_zero(monkeypatch):
+    rates = []
+    follow = lambda rate: rates.append(rate) or optax.identity()  # noqa: E731
+    monkeypatch.setitem(job.OPTIMIZERS, "adagrad", (follow, 0.5))
+    tx = job.make_optimizer("adagrad", 100, 4)
+    expected = {0: 0.0, 5: 0.5, 10: 1.0, 55: 0.5, 100: 0.0}  # Twice the peak.
+    for step, rate in expected.items():
+        np.testing.assert_allclose(rates[0](step), rate, atol=1e-6)
+    large = jnp.array([30.0, 40.0])
+    updates, _ = tx.update(large, tx.init(large), large)
+    np.testing.assert_allclose(updates, [0.6, 0.8], rtol=1e-6)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--steps", "23"], ("novograd", 23, 1)),
+        (["--steps", "23", "--mode", "sync"], ("novograd", 5, 4)),
+        (["--steps", "2", "--mode", "backup"], ("novograd", 1, 3)),
+        (["--steps", "9", "--optimizer", "adagrad"], ("adagrad", 9, 1)),
+    ],
+)
+def test_the_rate_knows_how_many_steps_the_pushes_make(options, expected, monkeypatch):
+    made = mock.Mock(return_value=optax.identity())
+    monkeypatch.setattr(job, "make_optimizer", made)
+    state = make_job(*options).tx.init(jnp.zeros(1))
+    made.assert_called_once_with(*expected)
+    gates = gx.DropStaleState, gx.ConditionalAccumulatorState
+    assert type(state) is gates["--mode" in options]
 
 
 @pytest.mark.parametrize(
@@ -384,28 +420,6 @@ def test_a_terminal_sees_a_bar():
     assert re.fullmatch(r"test accuracy 0\.\d{3}", rows[-2])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("stream", "setting"),
-    [
-        (Terminal, {"COLUMNS": "40", "TERM": "xterm"}),
-        (Terminal, {"TERM": "dumb"}),
-        (io.TextIOWrapper, {"FORCE_COLOR": "1"}),
-    ],
-)
-def test_a_terminal_that_can_draw_gets_a_bar_and_others_lines(
-    stream, setting, monkeypatch
-):
-    for name, value in setting.items():
-        monkeypatch.setenv(name, value)
-    done = call(*SHORT, stream=stream)
-    if "COLUMNS" in setting:
-        assert max(map(len, rows_of(done.stderr))) <= 40
-    else:
-        assert re.match(r"  2%, step 1, loss 2\.\d{3}\n", done.stderr)
-        assert not unexpected(done.stderr)
-
-
 def pushed(number, *, loss=1.0, applied=True, staleness=0):
     """A push that is the ``number``-th step."""
     result = gx.PushResult(applied, staleness, number)
@@ -426,6 +440,78 @@ def test_lines_come_every_five_seconds_with_an_estimate(monkeypatch, capsys):
         "  0%, step 1, loss 0.001",
         " 13%, step 51, loss 0.051, 35 s left",
         " 25%, step 101, loss 0.101, 30 s left",
+    ]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("stream", "setting", "width"),
+    [
+        (Terminal, {"COLUMNS": "40", "TERM": "xterm"}, 40),
+        (Terminal, {"COLUMNS": "200", "TERM": "xterm"}, 80),
+        (Terminal, {"TERM": "dumb"}, None),
+        (io.TextIOWrapper, {"FORCE_COLOR": "1", "TERM": "xterm"}, None),
+    ],
+)
+def test_a_bar_on_a_terminal_is_lines_elsewhere(stream, setting, width, monkeypatch):
+    for name, value in setting.items():
+        monkeypatch.setenv(name, value)
+    err = stream(io.BytesIO(), "utf-8")
+    counts = mock.Mock(accepted=2, dropped=1)
+    with contextlib.redirect_stderr(err), report.progress(4) as show:
+        show(pushed(2, loss=0.25), counts)
+    err.seek(0)
+    text = err.read()
+    if width is None:
+        assert text == " 75%, step 2, loss 0.250\n"
+        return
+    first, *_, last = rows = [*filter(None, rows_of(text))]
+    assert "compiling" in first
+    assert max(map(len, rows)) <= width
+    if width == 80:
+        assert re.fullmatch(" 75% [━╸]{30} step 2, loss 0.250 -:--:--", last)
+
+
+def test_orbax_is_quiet(monkeypatch, capsys):
+    loggers = [logging.getLogger(name) for name in ("absl", "asyncio")]
+    before = [each.level for each in loggers]
+    monkeypatch.setattr(sys, "unraisablehook", sys.__unraisablehook__)
+    try:
+        report.quiet_orbax()
+        assert not any(each.isEnabledFor(logging.ERROR) for each in loggers)
+    finally:
+        for each, level in zip(loggers, before, strict=True):
+            each.setLevel(level)
+    sys.unraisablehook(mock.Mock())
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_table_has_a_row_for_each_number():
+    """By hand: 21 steps late need ranges of two."""
+    by_worker = {1: engines.WorkerCounts(9, 4), 2: engines.WorkerCounts(7, 3)}
+    counts = mock.Mock(accepted=16, dropped=7, by_worker=by_worker)
+    counts.configure_mock(worker_deaths=2, server_deaths=0, lost=5)
+    ended = mock.Mock(resumed=8, counts=lambda: counts)
+    late = [0, 1, 1, 1, 1, 1, 5, 20]
+    pushes = [pushed(i, staleness=n, applied=n < 5) for i, n in enumerate(late)]
+    state = gx.drop_stale(gx.clip_by_global_norm(1.0), 1).init(jnp.zeros(1))
+    options = job.parse(["--workers", "3", "--seed", "5"])
+    text = report.make_report(options, ended, pushes, state, 12.34)
+    assert text.splitlines() == [
+        "async on threads, novograd, workers 3, seed 5",
+        "steps               0             8 before this run",
+        "pushes accepted     16",
+        "pushes dropped      7             3 of the last worker",
+        "deaths of workers   2",
+        "pushes lost         5",
+        "staleness fraction  0.000         too late / (steps + 1)",
+        f"staleness 0 to 1    6             {'#' * 20}",
+        "staleness 2 to 3    0",
+        "staleness 4 to 5    1, 1 dropped  ###",
+        *(f"{f'staleness {n} to {n + 1}':<18}  0" for n in range(6, 20, 2)),
+        "staleness 20 to 21  1, 1 dropped  ###",
+        "gradient norm       0.000         of the last step, not clipped",
+        "seconds             12.3          of starting and training",
     ]
 
 
@@ -487,13 +573,84 @@ def test_a_picture_shows_every_push(tmp_path, drawn, short):
     assert {*points} >= {"accepted"}
 
 
-@pytest.mark.parametrize("applied", [[True], [False], [True, False]])
-def test_a_picture_of_few_pushes(applied, tmp_path, drawn):
-    pushes = [pushed(i, applied=each) for i, each in enumerate(applied)]
-    report.save_plot(str(tmp_path / "plot.svg"), "title", pushes)
-    labels = {line.get_label() for line in drawn[0].axes[1].lines}
-    assert labels == {"accepted" if each else "dropped" for each in applied}
+@pytest.mark.slow
+def test_a_picture_has_the_format_of_its_name(tmp_path):
+    report.save_plot(str(tmp_path / "plot.svg"), "title", [pushed(1)])
     assert "<svg" in (tmp_path / "plot.svg").read_text()
+
+
+@pytest.fixture
+def planned():
+    """A function that gives the figure of some pushes, and saves no file."""
+
+    def planned(pushes):
+        with mock.patch("matplotlib.figure.Figure.savefig", autospec=True) as saved:
+            report.save_plot("x.png", "title", pushes)
+        figure, path = saved.call_args.args
+        assert path == "x.png"
+        return figure
+
+    return planned
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("count", [1, 30, 600])
+def test_a_picture_shows_the_loss_of_each_push_and_means(count, planned):
+    losses = 1 + np.arange(count) * 7 % 11
+    pushes = [pushed(i, loss=loss) for i, loss in enumerate(losses)]
+    (loss, mean), window = planned(pushes).axes[0].lines, {1: 1, 30: 4, 600: 50}[count]
+    assert loss.get_label() == "one minibatch"
+    assert loss.get_xydata().tolist() == [[i + 1, x] for i, x in enumerate(losses)]
+    assert mean.get_label() == f"mean of {window} pushes"
+    assert mean.get_xdata().tolist() == [*range(window, count + 1)]
+    expected = [np.mean(losses[i - window : i]) for i in range(window, count + 1)]
+    np.testing.assert_allclose(mean.get_ydata(), expected, rtol=1e-12)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("applied", [[True], [False], [True, False, True]])
+def test_a_picture_shows_what_was_dropped(applied, planned):
+    pushes = [pushed(i, applied=x, staleness=i % 2) for i, x in enumerate(applied)]
+    below = planned(pushes).axes[1]
+    expected = {}
+    for i, x in enumerate(applied):
+        name = "accepted" if x else "dropped"
+        expected.setdefault(name, []).append([i + 1, i % 2])
+    assert {x.get_label(): x.get_xydata().tolist() for x in below.lines} == expected
+    if len(applied) == 1:  # The axis would have ticks between integers.
+        ticks = below.yaxis.get_major_locator().tick_values(0.0, 1.0)
+        assert (ticks % 1 == 0).all()
+
+
+def test_a_picture_has_its_size_its_words_and_legends_above_the_points(planned):
+    figure = planned([pushed(1), pushed(2, applied=False)])
+    assert (figure.get_size_inches() * figure.dpi).tolist() == [1050, 825]
+    assert figure.get_suptitle() == "title"
+    above, below = figure.axes
+    assert above.get_shared_x_axes().joined(above, below)
+    assert (above.get_ylabel(), below.get_ylabel()) == (
+        "loss [nat]",
+        "staleness [steps]",
+    )
+    assert (above.get_yscale(), below.get_xlabel()) == ("log", "push")
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        assert all(line.get_visible() for line in axes.get_xgridlines())
+        legend, box = axes.get_legend(), axes.bbox
+        assert not legend.get_frame_on()
+        place = legend.get_window_extent()
+        assert box.y1 < place.y0 < box.y1 + 50
+        assert box.x0 < place.x0 < place.x1 < box.x1 + 1
+
+
+def test_a_picture_that_cannot_be_saved_is_told(monkeypatch, capsys):
+    full = mock.Mock(side_effect=OSError("it is full"))
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", full)
+    with pytest.raises(SystemExit) as raised:
+        report.save_plot("x.png", "title", [pushed(1)])
+    assert raised.value.code == 2
+    told = "python -m gradxform: error: argument --plot: it is full\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.slow
@@ -779,10 +936,100 @@ def test_ascii_output_is_enough():
     assert done.stdout.isascii()
 
 
+def test_the_defaults_are_those_of_the_help():
+    assert dataclasses.asdict(job.parse([])) == {
+        "mode": "async",
+        "engine": "threads",
+        "optimizer": "novograd",
+        "workers": 4,
+        "backups": 1,
+        "max_staleness": 4,
+        "steps": 3000,
+        "work": 0.01,
+        "straggler": 1.0,
+        "seed": 0,
+        "checkpoint": None,
+        "checkpoint_every": 5.0,
+        "logdir": None,
+        "address": None,
+        "server_processes": 1,
+        "connect_timeout": 30.0,
+        "plot": None,
+    }
+
+
+def test_options_say_which_packages_they_need():
+    always = [("", name, "demo") for name in ("flax", "rich", "sklearn")]
+    for options, more in (
+        ([], []),
+        (["--engine", "ray"], [("engine", "ray", "ray")]),
+        (["--checkpoint", "x"], [("checkpoint", "orbax.checkpoint", "checkpoint")]),
+        (["--logdir", "x"], [("logdir", "tensorboardX", "tensorboard")]),
+        (["--plot", "x.png"], [("plot", "matplotlib", "demo")]),
+    ):
+        assert [*job.parse(options).packages()] == always + more
+
+
+def test_the_first_line_comes_after_the_options_are_read(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gradxform", "--steps", "0"])
+    with pytest.raises(SystemExit):
+        command_line.begin()
+    assert "loading" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["gradxform", "--steps", "1"])
+    command_line.begin()
+    assert capsys.readouterr() == ("", LOADING)
+
+
+def test_places_that_can_be_written_are_taken(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "file").touch()
+    (tmp_path / "gs:").touch()  # It has nothing to do with a bucket.
+    for folder in ("new/run", "~/new", "~", "gs://bucket/file", str(tmp_path)):
+        assert job.parse(["--logdir", folder]).logdir == folder
+    for picture in ("x.PNG", str(tmp_path / "x.svg")):
+        assert job.parse(["--plot", picture]).plot == picture
+    (tmp_path / "folder.png").mkdir()
+    for option, path in (
+        ("--plot", "folder.png"),
+        ("--logdir", "file/run"),
+        ("--logdir", "~/file"),
+    ):
+        check_one_line(call(option, path), [f"argument {option}: '"])
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 141, ""),
+        (
+            OSError(errno.ENOSPC, "it is full"),
+            2,
+            "python -m gradxform: error: the results cannot be printed: it is full\n",
+        ),
+    ],
+)
+def test_results_that_nobody_can_read_end_it(error, code, says, tmp_path, capsys):
+    with open(tmp_path / "out", "w") as file:
+        stream = mock.Mock(write=mock.Mock(side_effect=error), fileno=file.fileno)
+        with pytest.raises(SystemExit) as raised:
+            command_line.say("results", stream)
+        assert (raised.value.code, capsys.readouterr().err) == (code, says)
+        file.write("more")  # As Python does in the end.
+    assert (tmp_path / "out").read_text() == ""
+    stream = mock.Mock()
+    command_line.say("results", stream)
+    assert [name for name, *_ in stream.mock_calls] == ["write", "write", "flush"]
+    assert "".join(call.args[0] for call in stream.write.mock_calls) == "results"
+
+
 def test_help_explains_every_option(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, call("--help").stdout.splitlines())) == 70
     monkeypatch.setenv("COLUMNS", "200")
     done = call("--help")
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert max(map(len, done.stdout.splitlines())) == 80
     assert (done.returncode, done.stderr) == (0, "")
     options = done.stdout.split("options:")[1]
     for kind, names in {
@@ -859,6 +1106,7 @@ def test_a_folder_that_nobody_may_write_is_refused_at_once(
     option, tmp_path, monkeypatch
 ):
     def access(path, mode):  # Root may write everywhere.
+        assert mode == os.W_OK | os.X_OK
         return pathlib.Path(path) != tmp_path
 
     monkeypatch.setattr(os, "access", access)
@@ -991,6 +1239,7 @@ def lose(package, folder):
     (folder / f"{package}.py").write_text(missing)
 
 
+@pytest.mark.every
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_missing_package_gets_one_line(package, tmp_path, monkeypatch):
     """At once if it is not there, and later if its import fails."""

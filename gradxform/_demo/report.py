@@ -15,7 +15,6 @@ import gradxform as gx
 from gradxform import engines
 from gradxform._demo.command_line import WIDTH, Options, fail, say
 
-REFRESHES = 8  # How often a second the bar is drawn anew.
 SECONDS = 5.0  # Between two lines where there is no terminal.
 
 
@@ -45,14 +44,13 @@ def progress(total: int) -> Iterator[Callable[[engines.Push, engines.Counts], No
     columns = (
         progress.TaskProgressColumn(),
         progress.BarColumn(30, complete_style="green", finished_style="green"),
-        progress.TextColumn("{task.description}"),
+        "{task.description}",
         progress.TimeRemainingColumn(),
     )
     next_line = time.monotonic()
     with progress.Progress(
         *columns,
         console=screen,
-        refresh_per_second=REFRESHES,
         get_time=time.monotonic,
         disable=not drawn,
     ) as bar:
@@ -126,8 +124,8 @@ def bars(pushes: Sequence[engines.Push]) -> Iterator[tuple[str, str, str]]:
         return
     applied, staleness = outcomes(pushes)
     width = 1 + staleness.max() // 20  # At most 20 rows, even with many workers.
-    counts = np.bincount(staleness // width).tolist()
-    late = np.bincount(staleness[~applied] // width, minlength=len(counts)).tolist()
+    counts = np.bincount(staleness // width)
+    late = np.bincount(staleness[~applied] // width, minlength=len(counts))
     for row, (count, dropped) in enumerate(zip(counts, late, strict=True)):
         low, high = row * width, (row + 1) * width - 1
         span = f"{low}" if low == high else f"{low} to {high}"
@@ -146,7 +144,7 @@ def save_plot(path: str, title: str, pushes: Sequence[engines.Push]) -> None:
     from matplotlib.figure import Figure
 
     number = np.arange(1, len(pushes) + 1)
-    loss = np.array([push.loss for push in pushes])
+    loss = [push.loss for push in pushes]
     applied, staleness = outcomes(pushes)
     window = 1 + min(49, len(loss) // 10)
     mean = np.convolve(loss, np.full(window, 1 / window), "valid")
@@ -155,9 +153,10 @@ def save_plot(path: str, title: str, pushes: Sequence[engines.Push]) -> None:
     figure.suptitle(title)
     above, below = figure.subplots(2, sharex=True)
     # Color-blind readers can tell blue and orange apart. In grey the markers differ.
-    accepted = {"marker": ".", "linestyle": "", "color": "#0072B2", "alpha": 0.4}
-    dropped = {"marker": "x", "linestyle": "", "color": "#D55E00", "markersize": 4}
-    above.semilogy(number, loss, **accepted, markersize=3, label="one minibatch")
+    points = {"linestyle": "", "markersize": 4}
+    accepted = points | {"marker": ".", "color": "#0072B2", "alpha": 0.4}
+    dropped = points | {"marker": "x", "color": "#D55E00"}
+    above.semilogy(number, loss, **accepted, label="one minibatch")
     above.semilogy(number[window - 1 :], mean, "k", label=f"mean of {window} pushes")
     for label, which, style in (
         ("accepted", applied, accepted),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -33,9 +34,8 @@ def sums(
     """
     flat, axes, treedef = _layers_of(layers, axis_name, stacked)
     whole = _over(jax.lax.psum, flat, [within for _, within in axes])
-    together = _over(
-        jax.lax.psum, list(map(jnp.sum, whole)), [across for across, _ in axes]
-    )
+    across = [across for across, _ in axes]
+    together = _over(jax.lax.psum, map(jnp.sum, whole), across)
     return jax.tree.unflatten(treedef, whole), together
 
 
@@ -71,9 +71,10 @@ def mean(x: jax.Array, axis_name: AxisName, tree: PyTree[Leaf]) -> jax.Array:
     """
     if (names := _given_names(axis_name)) is None:
         specs = jax.tree.leaves(maps.prefix_of(axis_name, tree))
-        names = tuple(dict.fromkeys(name for spec in specs for name in axes_of(spec)))
+        names = axes_of(itertools.chain.from_iterable(specs))
     # Over an axis over which it does not vary, it is equal already.
-    axes = tuple(n for n in names if n in _varying(x) or not _is_tracked(n))
+    differs = (n for n in names if n in _varying(x) or not _is_tracked(n))
+    axes = tuple(dict.fromkeys(differs))
     return jax.lax.pmean(x, axes) if axes else x
 
 
@@ -165,8 +166,8 @@ def summed_over(tree: PyTree[T], names: tuple[str, ...]) -> PyTree[T]:
 
 def every(x: jax.Array, names: Iterable[str]) -> jax.Array:
     """Whether a bool is true on all devices of these axes: the same on all of them."""
-    axes = [n for n in sorted(names) if n in _varying(x) or not _is_tracked(n)]
-    return jax.lax.pmin(x.astype(jnp.int32), tuple(axes)) > 0 if axes else x
+    axes = sorted(n for n in names if n in _varying(x) or not _is_tracked(n))
+    return jax.lax.pmin(x.astype(jnp.int32), axes) > 0 if axes else x
 
 
 def _given_names(axis_name: AxisName) -> tuple[str, ...] | None:
@@ -229,19 +230,18 @@ def axes_of(entries: Iterable[str | tuple[str, ...] | None]) -> tuple[str, ...]:
 
 def _over(
     reduction: Callable[..., list[jax.Array]],
-    leaves: list[jax.Array],
+    leaves: Iterable[jax.Array],
     axes: list[tuple[str, ...]],
 ) -> list[jax.Array]:
     """Each leaf reduced over its mesh axes, by one collective for each set of axes."""
-    leaves = list(leaves)
+    reduced = [*leaves]
     # Not a `set`: its order may differ between processes, which must run one program.
-    for names in dict.fromkeys(axes):
+    for names in dict.fromkeys(filter(None, axes)):
         members = [i for i, given in enumerate(axes) if given == names]
-        if names:
-            totals = reduction([leaves[i] for i in members], names)
-            for i, total in zip(members, totals, strict=True):
-                leaves[i] = total
-    return leaves
+        totals = reduction([reduced[i] for i in members], names)
+        for i, total in zip(members, totals, strict=True):
+            reduced[i] = total
+    return reduced
 
 
 def _is_bound(name: str) -> bool:

@@ -85,7 +85,6 @@ class EvaluationReader:
         body = programs.program(eqn)
         first = dict(enumerate(inputs[: num_consts + num_carry]))
         waiting = {k: x for k, x in first.items() if isinstance(x, StackVariable)}
-        consts = {k: x for k, x in waiting.items() if k < num_consts}
         carried = {k: x for k, x in waiting.items() if k >= num_consts}
         others = {
             k: x for k, x in enumerate(inputs) if k not in {*scan.stacks, *waiting}
@@ -95,7 +94,7 @@ class EvaluationReader:
         def layer_results(operands: list[Any]) -> list[jax.Array]:
             carry = {k: operands[k] for k in carried}
             inside, caches = self._entered(carried, carry)
-            given = [(consts | caches).get(k, x) for k, x in enumerate(operands)]
+            given = [(waiting | caches).get(k, x) for k, x in enumerate(operands)]
             results = inside.run(body, given)
             old = {k - num_consts: x for k, x in carry.items()}
             return _left(inside, results, old)

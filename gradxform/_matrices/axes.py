@@ -52,8 +52,8 @@ class Followed:
         Raises:
           MixedError: one of these does not.
         """
-        order = [*sorted(needed), *(k for k in range(len(eqns)) if k not in needed)]
-        count = -1
+        order = [*needed, *(k for k in range(len(eqns)) if k not in needed)]
+        count = 0
         while count != len(self._known) + len(self.mixing):
             count = len(self._known) + len(self.mixing)
             for k in order:
@@ -134,7 +134,7 @@ class Followed:
 
     def _inside(self, program: nested.Inside, scope: Scope, inside: Scope) -> None:
         """Both ways through a program inside of an equation."""
-        count = -1
+        count = 0
         while count != len(self._known):
             count = len(self._known)
             for same in (*program.operands, *program.results):

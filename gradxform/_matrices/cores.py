@@ -80,7 +80,7 @@ class MatrixCore(NamedTuple):
     makes: tuple[Var, ...]
     axes: Mapping[Var, Axes]
     level: int
-    indices: frozenset[int]
+    indices: set[int]
     origin: Hashable
 
     def key(self) -> Hashable:
@@ -370,7 +370,7 @@ class TracedUpdate:
             if makes:
                 yield MatrixCore(
                     *(tuple(eqns), tuple(reads), tuple(makes)),
-                    *(axes, level, frozenset(indices)),
+                    *(axes, level, indices),
                     (plan.part, level, tuple(chosen)),
                 )
 
@@ -434,7 +434,7 @@ class _Plan(NamedTuple):
 
     part: int
     variables: list[Var]
-    inside: frozenset[int]
+    inside: set[int]
     axes: dict[Var, Axes]
     number: int
     there: list[Var]
@@ -613,7 +613,7 @@ class _Part:
 
     def _cut(
         self, axes: Mapping[Var, Axes], merged: set[Var], mixing: set[int], count: int
-    ) -> tuple[frozenset[int], list[Var]]:
+    ) -> tuple[set[int], list[Var]]:
         """The positions of equations inside, and the state that lies there."""
         graph, none, after = Graph(), (None,) * count, self._after_matrices()
         made = {x: k for k, eqn in enumerate(self.equations) for x in eqn.outvars}
@@ -660,7 +660,7 @@ class _Part:
                 out = 0
             graph.value(x, maker, readers, out)
         cut = graph.cut()
-        inside = frozenset(k for k in range(len(self.equations)) if k in cut)
+        inside = {k for k in range(len(self.equations)) if k in cut}
         return inside, [x for x, node in state.items() if node in cut]
 
 

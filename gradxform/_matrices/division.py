@@ -10,7 +10,6 @@ entries that decides in a branch: then all know which arrays travel.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -184,7 +183,7 @@ def _conditionals(
 
     groups = [[*range(len(eqn.outvars))]]
     if is_tied:
-        groups = _by_owner(map(owner, itertools.count(), eqn.outvars))
+        groups = _by_owner(owner(k, x) for k, x in enumerate(eqn.outvars))
 
     def each(f: Callable[..., list[Any]], *args: Sequence[int]) -> list[Any]:
         sides = [functools.partial(f, n, *args) for n in range(len(branches))]
@@ -342,5 +341,4 @@ class _Branch:
             if env.keys().isdisjoint(eqn.outvars)
         ]
         jaxprs.advance(jaxprs.needed(eqns, wanted), env)
-        pairs = zip(wanted, jaxprs.read(env, wanted), strict=True)
-        return [jaxprs.as_array(x, of) for of, x in pairs]
+        return jaxprs.read(env, wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from gradxform._jax import jaxprs, versions
@@ -54,7 +54,7 @@ class Arguments:
 
     names: Mapping[Var, Names]
     likely: Callable[[], Mapping[Var, Names]]
-    known: frozenset[Var]
+    known: Collection[Var]
     new: Mapping[Var, Var]
     gradients: tuple[Var, ...]
     results: Mapping[Var, Var]
@@ -78,7 +78,7 @@ class Layout:
     names: Mapping[Var, Names]
     wanted: Mapping[Var, Names]
     found: Sequence[MatrixCore]
-    there: frozenset[Var]
+    there: Collection[Var]
 
     @classmethod
     def of(
@@ -121,7 +121,7 @@ class Layout:
                         wanted.setdefault(x, wanted[y])
         lying_there = {*of_state, *(arguments.new[x] for x in of_state)}
         all_names = update.names(names, sizes)
-        return cls(update, sizes, all_names, wanted, found, frozenset(lying_there))
+        return cls(update, sizes, all_names, wanted, found, lying_there)
 
     def groups(self) -> list[Group]:
         """Equal cores, and where their arrays lie."""

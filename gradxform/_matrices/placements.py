@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -47,7 +47,7 @@ class Placements(NamedTuple):
     names: Mapping[int, Names]
     likely: Callable[[], Mapping[int, Names]]
     types: Mapping[int, NamedSharding]
-    known: frozenset[int] = frozenset()
+    known: Collection[int] = ()
     is_one_device: bool = False
 
 
@@ -65,7 +65,9 @@ def found(
       TypeError: ``shardings`` are not those of the parameters.
       ValueError: they do not fit the parameters, or are on several meshes.
     """
-    given = {} if shardings is None else _given(args, shardings)
+    updates, params, state, _ = args
+    name, tree = ("updates", updates) if params is None else ("params", params)
+    given = _given(name, tree, shardings)
     types: dict[int, NamedSharding] = {}
     places: dict[int, NamedSharding] = {}
     unsaid: dict[int, Path] = {}
@@ -88,16 +90,17 @@ def found(
             is_unknown |= any(sharding.mesh.shape[name] > 1 for name in others)
         elif isinstance(x, jax.core.Tracer):
             is_unknown |= in_updates_or_params
-            if given and path[0] == jax.tree_util.SequenceKey(2):
-                unsaid[n] = path
-                continue
+            unsaid[n] = path
+            continue
         elif isinstance(x, jax.Array):
             sharding = x.sharding
         if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
             places[n] = sharding
     meshes = [x.mesh for x in (*types.values(), *places.values())]
     if (is_unknown and not given) or not meshes:
-        is_one = jax.device_count() == 1 or not is_unknown or bool(given)
+        context = jax.sharding.get_abstract_mesh()
+        count = jax.device_count() if context.empty else context.size
+        is_one = count == 1 or not is_unknown or given != {}
         return Placements(None, {}, dict, types, is_one_device=is_one)
     sizes = meshes[0].shape
     ndims = [np.ndim(x) for x in jax.tree.leaves(args)]
@@ -108,21 +111,18 @@ def found(
 
     @functools.cache
     def likely() -> dict[int, Names]:
-        found = _likely(init, args, given)
+        found = _likely(init, tree, state, given)
         return names({n: found[path] for n, path in unsaid.items() if path in found})
 
     is_one = meshes[0].size == 1 and not types
     cuts = names(places)
-    return Placements(meshes[0], cuts, likely, types, frozenset(known), is_one)
+    return Placements(meshes[0], cuts, likely, types, known, is_one)
 
 
 def _given(
-    args: Args, shardings: Prefix[jax.sharding.Sharding]
+    name: str, tree: PyTree[Any], shardings: Prefix[jax.sharding.Sharding] | None
 ) -> dict[Path, jax.sharding.Sharding]:
     """The sharding of each parameter that the user gives, by its path."""
-    updates, params, *_ = args
-    tree: PyTree[Any] = updates if params is None else params
-    name = "updates" if params is None else "params"
     placed = structures.prefix("shardings", shardings, tree, name)
     found = dict(jax.tree.leaves_with_path(placed))
     shapes = {path: np.shape(x) for path, x in jax.tree.leaves_with_path(tree)}
@@ -151,15 +151,14 @@ def _given(
 
 def _likely(
     init: optax.TransformInitFn,
-    args: Args,
+    tree: PyTree[Any],
+    state: optax.OptState,
     given: Mapping[Path, jax.sharding.Sharding],
 ) -> dict[Path, NamedSharding]:
     """Where leaves of a state lie if those of parameters are given, by their paths.
 
     If it lies elsewhere, that costs traffic, and no number changes.
     """
-    updates, params, state, _ = args
-    tree: PyTree[Any] = updates if params is None else params
     if not given or not all(isinstance(x, NamedSharding) for x in given.values()):
         return {}
 

@@ -317,7 +317,7 @@ class CutStep:
         assert placed.mesh is not None
         if not self.update.of_matrices:
             return {}
-        arguments = self._arguments(placed._replace(known=frozenset()))
+        arguments = self._arguments(placed._replace(known=()))
         try:
             layout = Layout.of(self.update, arguments, _sizes(placed.mesh))
         except cores.NoCoreError:  # An update raises it.
@@ -341,7 +341,7 @@ class CutStep:
         return Arguments(
             named(placed.names),
             lambda: named(placed.likely()),
-            frozenset(x for n, x in variables.items() if n in placed.known),
+            {x for n, x in variables.items() if n in placed.known},
             {variables[n]: y for y, n in pairs if n >= self.num_updates},
             tuple(x for n, x in variables.items() if n < self.num_updates),
             {y: variables[n] for y, n in pairs},
@@ -401,7 +401,7 @@ class CutStep:
         """The results, with groups one after another."""
         jaxpr, env = self.closed.jaxpr, self._env(arrays)
         of_groups = [core for group in groups for core in group.cores]
-        inside = frozenset().union(*(core.indices for core in of_groups))
+        inside = set[int]().union(*(core.indices for core in of_groups))
         levels = {id(eqn): self.update.levels[n] for n, eqn in self._numbered(inside)}
         outside = jaxprs.needed(
             [eqn for _, eqn in self._numbered(inside)],

@@ -152,8 +152,7 @@ class ServerCore:
             if self._devices > 1:  # The counters come from one device alone.
                 jax.block_until_ready(leaves)
             with jax.transfer_guard_device_to_host("allow"):
-                counters = np.asarray(counted)  # Faster than `jax.device_get`.
-            global_step, dropped = map(int, counters)
+                global_step, dropped = counted.tolist()
         except BaseException as error:
             if any(x.is_deleted() for x in old.leaves):
                 lost = self.lose(

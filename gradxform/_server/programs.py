@@ -162,8 +162,7 @@ def prepare(
             pushed = jax.tree.unflatten(tree, map(in_sizes, leaves))
             leaves, tree = jax.tree.flatten(pushed)
     program = programs.find(leaves, tree)
-    if [getattr(x, "sharding", None) for x in leaves] != program.shardings:
-        leaves = list(map(bring, leaves, program.shardings))
+    leaves = list(map(bring, leaves, program.shardings))
     # Here, before its turn: a worker whose computation takes long or fails does not
     # hold up the others.
     jax.block_until_ready(leaves)

@@ -214,7 +214,7 @@ def _reduced(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along:
 def _without(axes: tuple[int, ...], along: Along) -> Along | None:
     if along.axis in axes:
         return None
-    return along._replace(axis=along.axis - sum(a < along.axis for a in axes))
+    return along._replace(axis=sum(a not in axes for a in range(along.axis)))
 
 
 def _padded(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along | None:
@@ -271,7 +271,7 @@ def _multiplied(eqn: JaxprEqn, operand: int, along: Along, length: int) -> Along
     if axis in batch[operand]:
         return along._replace(axis=batch[operand].index(axis))
     gone = *ours, *batch[operand]
-    before = sum(a < axis and a not in gone for a in range(axis)) + len(batch[operand])
+    before = sum(a not in gone for a in range(axis)) + len(batch[operand])
     if operand == 1:
         before += len(shape_of(eqn.invars[0])) - len(contracted[0]) - len(batch[0])
     return along._replace(axis=before)

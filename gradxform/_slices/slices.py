@@ -563,11 +563,11 @@ class Evaluator:
 
     def _carried(self, x: Value, y: Value, eqn: JaxprEqn) -> Value:
         """A carry like the one that a step gives for it."""
-        if isinstance(x, _READ) and not isinstance(y, Missing):
+        if y is None or isinstance(x, Missing):
             return x
-        if isinstance(y, Slices):
+        if isinstance(y, Slices) and not isinstance(x, Slices):
             return Slices(self._sliced(x, y.kind, eqn), y.kind)
-        return y if isinstance(y, Missing) and not isinstance(x, Missing) else x
+        return y if isinstance(y, Missing) else x
 
     def _barrier(self, eqn: JaxprEqn, inputs: list[Value]) -> list[Value]:
         """Each result is one of the inputs."""
@@ -742,17 +742,17 @@ class Evaluator:
         self, x: Value, operand: int, eqn: JaxprEqn, inputs: list[Value]
     ) -> Value:
         """An operand of a function: if it is not made yet, like one with slices."""
-        if not isinstance(x, _UNREAD):
+        if not isinstance(x, Deferred):
             return x
         shape = shape_of(eqn.invars[operand])
         for other, var in zip(inputs, eqn.invars, strict=True):
-            if not (isinstance(other, Slices) and isinstance(x, Deferred)):
+            if not isinstance(other, Slices):
                 continue
             ours, axis = shape_of(var), other.kind.along.axis
             if len(ours) == len(shape) and ours[axis] == shape[axis]:
                 with contextlib.suppress(MixedSlicesError):
                     return Slices(self._sliced(x, other.kind, eqn), other.kind)
-        return self._materialized(x)
+        return x
 
 
 # These run programs inside, and some of their results need only some of their inputs.
@@ -839,12 +839,12 @@ def _is_deferred(name: str, inputs: list[Value], eqn: JaxprEqn) -> bool:
 
     An array of its shape that is there already would have to be cut.
     """
-    deferred = [isinstance(x, Deferred) for x in inputs]
-    if name not in versions.MAKES and not (name in RULES and any(deferred)):
-        return False
     shape = shape_of(eqn.outvars[0]) if len(eqn.outvars) == 1 else ()
     if not shape or name in versions.MAKES:
         return bool(shape)
+    if name not in RULES:
+        return False
+    deferred = [isinstance(x, Deferred) for x in inputs]
     pairs = zip(deferred, map(shape_of, eqn.invars), strict=True)
     others = [shape for is_deferred, shape in pairs if shape and not is_deferred]
     if name == Op.GATHER and deferred[1]:  # Each slice has its own indices.

@@ -153,6 +153,7 @@ def _on_device(
 ) -> tuple[Params, State]:
     """:func:`apply_gradients` for gradients like the parameters, on the device."""
     structures.check_some_gradient("grads", grads)
+    extra = host.to_device(extra)
     grads, arrays = table_rows.as_arrays(grads, params)
     grads = missing.normalized(grads, arrays)
 
@@ -450,7 +451,9 @@ def _check_by_layers(
         )
 
     def update(extra: dict[str, Any]) -> Any:
-        return gate.step(tx, learning, state, params, extra, applies=False)
+        # A step brings layers to the device, so an update sees none on the host.
+        args = host.to_device((learning, state, params, extra))
+        return gate.step(tx, *args, applies=False)
 
     keywords.check_read(tx, state, extra, update, loss=takes)
 

@@ -67,7 +67,7 @@ class Donating:
         if self._captured is None:
             structures.check_arrays(params)
             self._captured = _captured(self._tx, params)
-        elsewhere = set(map(id, jax.tree.leaves(kept) + self._captured))
+        elsewhere = set(map(id, [*jax.tree.leaves(kept), *self._captured]))
         mine = set(map(id, leaves))
         if len(mine) < len(leaves) or not mine.isdisjoint(elsewhere):
             for i, x in enumerate(leaves):
@@ -104,7 +104,7 @@ def _captured(
     """Arrays that ``tx.init`` holds, and that a new state may begin with."""
     params = maps.stored(params)
     try:
-        return list(jax.make_jaxpr(tx.init)(params).consts)
+        return jax.make_jaxpr(tx.init)(params).consts
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError):
         # It reads values, so it has to run. What it holds is in each of its states.
         once, again = (jax.tree.leaves(tx.init(params)) for _ in range(2))

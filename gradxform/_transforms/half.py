@@ -51,7 +51,7 @@ def nearest(x: jax.Array, dtype: np.dtype[Any]) -> jax.Array:
     small, least = jnp.abs(x) < float(info.tiny), float(info.smallest_subnormal)
     multiple = jnp.round(x * (1 / least)) * least
     y = jnp.where(small, multiple, jax.lax.reduce_precision(x, 8, 10))
-    return jnp.where(jnp.abs(y) > float(info.max), jnp.sign(y) * jnp.inf, y)
+    return jnp.where(jnp.abs(y) > float(info.max), y * jnp.inf, y)
 
 
 def neighbour(t: jax.Array, way: jax.Array, dtype: np.dtype[Any]) -> jax.Array:

@@ -117,5 +117,5 @@ def proximal_rate(
       TypeError: it is not real.
     """
     rate = rate_at(learning_rate, state)
-    rate = jnp.asarray(arguments.in_range("learning_rate", rate, "[0, inf)"))
+    rate = arguments.in_range("learning_rate", rate, "[0, inf)")
     return jnp.where((rate >= 0) & (rate < jnp.inf), rate, jnp.nan)

@@ -313,7 +313,7 @@ def _residual(
         parts = jnp.round(parts)
     else:
         # float32 rounds the sum of a parameter and whole parts, by less than this.
-        error = 128 * float(jnp.finfo(jnp.float32).eps / jnp.finfo(p.dtype).eps)
+        error = 128 * (jnp.finfo(jnp.float32).eps / jnp.finfo(p.dtype).eps)
         parts = jnp.floor(parts + jnp.clip(threshold, error, 1 - error))
     most = float(jnp.iinfo(r.dtype).max)
     return jnp.clip(parts, -most - 1, most).astype(r.dtype)

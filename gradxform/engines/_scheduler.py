@@ -28,7 +28,7 @@ class Scheduler:
         self, job: Job, ledger: Ledger, members: Collection[int], ahead: Ahead
     ) -> None:
         self._pace, self._ledger = job.pace, ledger
-        self.ahead = dict(ahead)
+        self.ahead = ahead
         self._free_since = {i: 0.0 for i in members if ledger.next(i)}
         self.join(members, 0.0)
 

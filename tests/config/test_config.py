@@ -23,9 +23,12 @@ import pytest
 import yaml
 
 import gradxform as gx
+from gradxform._config import schedules
 from gradxform._config.config import AS_THEY_ARE, makers
 from tests import test_golden
 from tests.descriptors import DESCRIPTORS, Descriptor
+from tests.draw import schedules as drawn
+from tests.in_numpy import Program
 
 # A config cannot hold a function. It holds a schedule by its name.
 ROWS = [
@@ -455,6 +458,24 @@ WRONG = [
     ({"name": "optax.partition", "transforms": {"a": dict(ADAGRAD, epz=1)}},
      "config['transforms']['a']: unknown key 'epz', did you mean 'eps'?"),
     (dict(ADAGRAD, eps=-1), "config: eps must be in [0, inf), got -1."),
+    *(
+        (rated({"name": name, "init_value": 1.0, **words}),
+         f"{RATE}: {key} must be in {interval}, got {words[key]}")
+        for name, key, interval, words in [
+            ("inverse_time_decay", "transition_steps", "(0, inf)",
+             {"transition_steps": 0, "decay_rate": 1.0}),
+            ("polynomial_decay", "transition_steps", "(0, inf)",
+             {"transition_steps": -1, "end_value": 0.0, "power": 1.0}),
+            ("linear_cosine_decay", "decay_steps", "(0, inf)", {"decay_steps": 0}),
+            ("cosine_decay_restarts", "first_decay_steps", "(0, inf)",
+             {"first_decay_steps": 0}),
+            ("cosine_decay_restarts", "t_mul", "[1, inf)",
+             {"first_decay_steps": 1, "t_mul": 0.5}),
+        ]
+    ),
+    (rated({"name": "at_last_push", "schedule": LINEAR | {"transition_steps": 1},
+            "num_required": 0}),
+     f"{RATE}: num_required must be in [1, 2147483647], got 0"),
     (dict(ADAGRAD, clipnorm=1.0, clipvalue=1.0),
      "config: at most one of clipnorm, clipvalue, global_clipnorm may be given"),
     # What functions of optax would take for a number or a flag.
@@ -879,6 +900,57 @@ def test_an_error_about_a_long_value_is_short(config, begins, ends):
     assert text.startswith(begins)
     assert text.endswith(ends)
     assert len("".join(traceback.format_exception(raised.value))) < 20_000
+
+
+def test_an_error_that_is_made_short_keeps_its_kind():
+    with pytest.raises(TypeError, match=r"^config: eps must be a real scalar"):
+        gx.from_config({**ADAGRAD, "eps": LONG})
+    with pytest.raises(ValueError, match=r"^config\['name'\]: unknown name"):
+        gx.from_config({"name": LONG})
+
+
+# Each with a length, and the counts of its ends: no step may be taken for the next one.
+LONG_SCHEDULES = [
+    ("inverse_time_decay", 7, {"decay_rate": 3.0}),
+    ("inverse_time_decay", 41, {"decay_rate": 0.5, "staircase": True}),
+    ("inverse_time_decay", 10**6, {"decay_rate": 0.5, "staircase": True}),
+    ("polynomial_decay", 7, {"end_value": 0.25, "power": 2.0}),
+    ("polynomial_decay", 41, {"end_value": 0.0, "power": 0.5}),
+    ("polynomial_decay", 41, {"end_value": 0.25, "power": 1.0, "cycle": True}),
+    ("cosine_decay_restarts", 7, {"t_mul": 1.0, "m_mul": 0.5, "alpha": 0.25}),
+    ("cosine_decay_restarts", 7, {}),
+    ("cosine_decay_restarts", 10**6, {"t_mul": 1.0, "m_mul": 0.5, "alpha": 0.0}),
+    ("cosine_decay_restarts", 10**6, {"t_mul": 1.5, "m_mul": 0.5, "alpha": 0.25}),
+    ("cosine_decay_restarts", 41, {"t_mul": 1.0001, "m_mul": 0.5, "alpha": 0.25}),
+    ("linear_cosine_decay", 41, {"num_periods": 1.5, "alpha": 0.1, "beta": 0.1}),
+    ("linear_cosine_decay", 7, {}),
+]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(("name", "length", "numbers"), LONG_SCHEDULES)
+def test_a_schedule_is_its_formula_up_to_the_ends_of_its_periods(name, length, numbers):
+    formula, of_length, _ = drawn.SCHEDULES[name]
+    doubled = {k: 2 * x if k == "end_value" else x for k, x in numbers.items()}
+    rate = getattr(schedules, name)(2.0, **{of_length: length}, **doubled)
+    ends = np.cumsum(length * numbers.get("t_mul", 1) ** np.arange(4))
+    near = {int(end) + k for end in (0, *ends) for k in (-1, 0, 1, length // 3)}
+    steps = np.array(sorted(k for k in near if k >= 0), np.int32)
+    (got,) = Program(jax.make_jaxpr(rate)(steps))(steps)
+    wanted = [2 * formula(int(k), length, **numbers) for k in steps]
+    np.testing.assert_allclose(got, wanted, 1e-5, 1e-6)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("pushes", [1, 2, 3, 4096, 2**31 - 1])
+def test_the_last_push_of_a_step_fits_an_int32(pushes):
+    """Later steps have the rate of the last one whose pushes can be counted."""
+    rate = schedules.at_last_push(lambda count: count, pushes)
+    most = 2**31 - 1
+    last = most // pushes - 1
+    for step in {0, 1, last - 1, last, last + 1, most} - {-1, most + 1}:
+        wanted = pushes * (min(step, last) + 1) - 1
+        assert rate(np.int32(step)) == wanted
 
 
 def test_keys_of_keras_that_change_no_number():

@@ -190,6 +190,42 @@ RIGHT = [
         },
     ),
     (
+        schedule(
+            "CosineDecayRestarts",
+            initial_learning_rate=0.1,
+            first_decay_steps=4,
+            t_mul=3.0,
+            m_mul=0.5,
+            alpha=0.01,
+        ),
+        {
+            "name": "cosine_decay_restarts",
+            "init_value": 0.1,
+            "first_decay_steps": 4,
+            "t_mul": 3.0,
+            "m_mul": 0.5,
+            "alpha": 0.01,
+        },
+    ),
+    (
+        schedule(
+            "LinearCosineDecay",
+            initial_learning_rate=0.1,
+            decay_steps=4,
+            num_periods=1.5,
+            alpha=0.01,
+            beta=0.02,
+        ),
+        {
+            "name": "linear_cosine_decay",
+            "init_value": 0.1,
+            "decay_steps": 4,
+            "num_periods": 1.5,
+            "alpha": 0.01,
+            "beta": 0.02,
+        },
+    ),
+    (
         schedule("CosineDecay", initial_learning_rate=0.1, decay_steps=4, alpha=0.01),
         {
             "name": "cosine_decay_schedule",
@@ -247,6 +283,7 @@ RIGHT = [
             {"name": "lion", "use_ema": False},
             {"name": "lion", "beta_1": 1, "beta_2": 1, "epsilon": 1},
             {"class_name": 3, "config": {}},
+            {"name": 3, "use_ema": False},
         )
     ),
 ]
@@ -283,6 +320,7 @@ WRONG = [
         serialized("Adagrad", KERAS3, module="mine.keras"),
         "'Adagrad' of mine.keras is not",
     ),
+    (serialized("Adagrad", KERAS3, module=None), "the class 'Adagrad' of None is not"),
     (serialized("Mine>Adam", {}), r"^the class 'Mine>Adam' of None is not read\."),
     (
         schedule("ExponentialDecay", decay_rate=0, initial_learning_rate=1),

@@ -90,6 +90,17 @@ def test_what_is_not_finite_is_not_lost(u, g):
     np.testing.assert_array_equal(updated(u, g), u)
 
 
+def test_an_entry_that_does_not_move_rests():
+    """Only those that move count for the mean, however small their gradient is."""
+    u, g = np.float32([-1, 0, 0, 1, 2]), np.float32([1, 1, -1, -1, 0])
+    low, small = np.float16([-1, 1]), np.float32([1e-30, -1e-30])
+    got, moved = jax.jit(lambda *x: (updated(*x[:2]), updated(*x[2:])))(
+        u, g, low, small
+    )
+    np.testing.assert_array_equal(got, masked(u, g))
+    np.testing.assert_array_equal(moved, low)
+
+
 @pytest.mark.parametrize("dtypes", [("bfloat16", "float32"), ("float32", "float16")])
 def test_an_update_keeps_its_own_dtype(dtypes):
     u, g = draw(0, (8, 3), dtypes[0]), draw(1, (8, 3), dtypes[1])

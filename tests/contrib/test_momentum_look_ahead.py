@@ -11,8 +11,9 @@ import pytest
 from flax import nnx
 
 import gradxform as gx
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.contrib.test_delayed_nesterov import draw
+from tests.in_numpy import Program
 
 ALIGN = gx.contrib.MomentumAlignment()
 RATES = 0.1 * 0.98 ** np.arange(50, dtype=np.float32)
@@ -40,6 +41,11 @@ def corrected(g, m, alignment=ALIGN, **kwargs):
     return updates
 
 
+@jax.jit  # Compiled once for each shape.
+def corrected_by_default(g, m):
+    return corrected(g, m)
+
+
 @pytest.mark.every
 @pytest.mark.parametrize(
     ("cosine", "kind"),
@@ -55,13 +61,52 @@ def test_on_either_side_of_the_thresholds(cosine, kind):
     m = draw(30)
     for length in (0.01, 100.0):
         g = at_an_angle(m, cosine, length)
-        new = np.float64(corrected(jnp.asarray(g), m))
+        new = np.float64(corrected_by_default(g, m))
         numbers, wide = ALIGN._asdict(), (np.float64(g), np.float64(m))
         assert oracles.kind(*wide, **numbers) == kind
         expected = oracles.aligned(*wide, **numbers)
         # A gradient that is aligned stays as it is.
         rtol, atol = (0, 0) if kind == "aligned" else (1e-4, 2e-6 * length)
         np.testing.assert_allclose(new, expected, rtol=rtol, atol=atol)
+
+
+def drawn_alignment(rng):
+    """Any numbers in their ranges. A large eps shows wherever it is added."""
+    aligned = rng.choice([-0.5, 0.2, 0.5, 1.0])
+    opposed = aligned - rng.choice([0.1, 0.4, 2.0])
+    confidence, rotation, shrinkage = rng.choice([0, 0.5, 3.0], 3)
+    most, eps = rng.choice([0, 0.5, 0.9]), rng.choice([0, 1e-3, 0.25, 0.5])
+    numbers = aligned, opposed, confidence, rotation, shrinkage, most, eps
+    return gx.contrib.MomentumAlignment(*map(np.float64, numbers))
+
+
+def test_any_numbers_correct_as_the_formula_says():
+    """Of layers that point in all directions, and of some that are 0."""
+    rng = np.random.default_rng(0)
+    g, m = rng.normal(size=(2, 40, 3)) * rng.choice([0.2, 1, 3], (2, 40, 1))
+    g[:4] = [1, 0, 0], [1, 0, 0], [0.5, 0, 0], [0, 0, 0]
+    m[:4] = [1, 0, 0], [0, 1, 0], [-0.25, 0, 0], [1, 0, 0]
+    g[4:7], m[4:6], m[6] = rng.normal(size=(3, 3)), 0, [1e200, 0, 0]
+
+    def update(g, m, b1, alignment):
+        tx = gx.contrib.scale_by_momentum_look_ahead(
+            b1, alignment=alignment, stacked_axes=1
+        )
+        updates, state = tx.update(g, tx.init(g)._replace(mu=m))
+        return updates, state.mu
+
+    with jax.enable_x64(), np.errstate(all="ignore"):
+        b1, first = np.float64(0.25), drawn_alignment(rng)
+        program = Program(jax.make_jaxpr(update)(g, m, b1, first))
+        for align in [first, *(drawn_alignment(rng) for _ in range(15))]:
+            updates, mu = program(g, m, b1, align)
+            numbers = align._asdict()
+            new = np.stack(
+                [oracles.aligned(*of, **numbers) for of in zip(g, m, strict=True)]
+            )
+            wanted = 0.25 * m + 0.75 * new
+            np.testing.assert_allclose(mu, wanted, rtol=1e-9, err_msg=str(align))
+            np.testing.assert_allclose(updates, new + 0.25 * wanted, 1e-9, 1e-12)
 
 
 @pytest.mark.slow
@@ -135,12 +180,23 @@ def test_a_worker_begins_ahead(dtype):
         grads = {"w": draw(6, dtype=dtype, seed=t + 1), "b": None}
         params, state = pushed(tx, params, state, grads, local_step=t)
         mu = np.float64(state.inner_state[0].mu["w"])
-        start = jax.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
+        start = in_numpy.jit(gx.contrib.worker_start)(params, state, 0.5, 0.75)
         assert start["b"] is None
         assert start["w"].dtype == jnp.dtype(dtype)
         expected = np.float64(params["w"]) - 0.5 * 0.75 * mu
         rtol = 1e-6 if dtype == "float32" else 1e-2
         np.testing.assert_allclose(np.float64(start["w"]), expected, rtol, rtol)
+
+
+def test_a_start_is_rounded_once_and_lies_where_the_parameters_do():
+    w, m = draw(64, dtype="bfloat16"), draw(64, dtype="bfloat16", seed=1)
+    ahead = np.float64(np.float32(0.3) * np.float32(0.7))
+    expected = (np.float64(w) - ahead * np.float64(m)).astype(w.dtype)
+    for params, mu in ((w, m), gx.on_host((w, m), min_size=1)):
+        state = gx.contrib.ScaleByMomentumLookAheadState(mu)
+        start = jax.jit(gx.contrib.worker_start)(params, state, 0.3, 0.7)
+        np.testing.assert_array_equal(start, expected)
+        assert start.sharding == params.sharding
 
 
 def test_workers_with_another_optimizer_start_at_the_parameters():

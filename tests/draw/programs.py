@@ -22,11 +22,13 @@ from hypothesis import strategies as st
 from jax import lax
 
 import gradxform
+from gradxform._jax import versions
 from gradxform._slices import slices
 from gradxform._slices.rules import Along
 from gradxform._slices.slices import Evaluator, Kind, Missing, Policy, Slices, Source
 from tests.draw import operations
 from tests.draw.operations import Draw
+from tests.in_numpy import Program as Traced
 
 NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
 
@@ -272,6 +274,12 @@ def parts(p, kinds, picks):
     return [part(x, kind, picks) for x, kind in pairs]
 
 
+def own_sum(eqn, kinds, operands):
+    """As by layers: a slice that is all is its own sum, and nothing adds up more."""
+    is_all = all(kind.source.is_complete for kind in kinds if kind)
+    return versions.bind(eqn, operands) if is_all else None
+
+
 def by_slices(p, given, *, numbered):
     """A function of the number of the first slice, and of slices of the arguments.
 
@@ -282,9 +290,8 @@ def by_slices(p, given, *, numbered):
     few = dict(enumerate(parts(p, kinds, [0] * given)))
     along = {i: kind for i, kind in enumerate(kinds) if kind}
     whole = slices.trace_whole(p.f, tuple(p.args.values()), along, few)
-    # As by layers: nothing may add up slices.
     refused = [] if numbered else ["random_bits"]
-    policy = Policy("slice", "array", refused, lambda *_: None, is_indexed=numbered)
+    policy = Policy("slice", "array", refused, own_sum, is_indexed=numbered)
 
     @jax.jit
     def run(first, *few):
@@ -304,11 +311,31 @@ def by_slices(p, given, *, numbered):
     return run, found
 
 
-def check(p):
-    """Evaluates a program as a whole, slice by slice, and for some slices at once.
+def compiled(f, *args):
+    """The results of a function."""
+    return jax.device_get(jax.jit(f)(*args))
 
-    All in one program, as compiling takes nearly all of the time. Returns how many
-    results are refused the second way, and how many there are.
+
+def in_numpy(f, *args):
+    """The same, of the traced program, and nothing is compiled."""
+    closed, types = jax.make_jaxpr(f, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(types), Traced(closed)(*args))
+
+
+def check(p):
+    """Evaluates a program in each way; raises if a result is wrong.
+
+    Returns how many results are refused slice by slice, and how many there are.
+    """
+    _, found = verdicts(p)
+    return sum(isinstance(x, str) for x in found), len(found)
+
+
+def verdicts(p, run_all=compiled):
+    """Evaluates a program as a whole, for some slices at once, and slice by slice.
+
+    All in one program, as compiling takes nearly all of the time. Returns for both ways
+    the kind of each result, or why there is none.
     """
     rng = np.random.default_rng(0)
     some = rng.integers(0, p.number, rng.integers(1, 4)).tolist()
@@ -323,19 +350,16 @@ def check(p):
             given = [(pick[0], *parts(p, kinds, pick)) for pick in picks]
             ways.append((run, found, picks, given))
 
-        @jax.jit
         def evaluated(args, given):
             runs = [run for run, *_ in ways]
             pairs = zip(runs, given, strict=True)
             return p.f(*args), [[run(*x) for x in calls] for run, calls in pairs]
 
-        every = evaluated([*p.args.values()], [given for *_, given in ways])
-        wholes, results = jax.device_get(every)
-        for (_, found, picks, _), calls in zip(ways, results, strict=True):
+        every = run_all(evaluated, [*p.args.values()], [given for *_, given in ways])
+        for (_, found, picks, _), calls in zip(ways, every[1], strict=True):
             for pick, got in zip(picks, calls, strict=True):
-                compare(p, pick, found, wholes, got)
-    found = ways[-1][1]
-    return sum(isinstance(x, str) for x in found), len(found)
+                compare(p, pick, found, every[0], got)
+    return [found for _, found, *_ in ways]
 
 
 def compare(p, pick, found, wholes, results):

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from tests import in_numpy
 
 # From the host come layers of matrices of at least 8 rows and columns; others whole.
 BATCH, WIDTH, ROWS, STEPS = 8, 8, 6, 3
@@ -209,10 +210,10 @@ class Training:
         loss_fn = self.mean_of_shards if self.run == "shard_map" else self.loss
         for tx, dtype in self.transformations():
             learns = optax.tree.cast(self.learning(params), dtype)
-            many.append((learns, jax.jit(tx.init)(learns)))
+            many.append((learns, in_numpy.jit(tx.init)(learns)))
         gradient = jax.jit(jax.value_and_grad(loss_fn))  # Traced once for both.
 
-        @jax.jit
+        @in_numpy.jit
         def step(many, *batch):
             new = []
             pairs = zip(self.transformations(), many, strict=True)

@@ -14,24 +14,24 @@ LENGTHS = 7, 100, 4_096, 4_097, 10_000, 65_537, 100_000, 1_000_000
 PUSHES = 1, 3, 64, 4_096
 
 
-def inverse_time(step, length, decay_rate, staircase):
+def inverse_time(step, length, decay_rate, staircase=False):
     periods = step // length if staircase else step / length
     return 1 / (1 + decay_rate * periods)
 
 
-def polynomial(step, length, end_value, power, cycle):
+def polynomial(step, length, end_value, power, cycle=False):
     whole = length * max(1, -(-step // length)) if cycle else length
     return (1 - end_value) * max(0, 1 - step / whole) ** power + end_value
 
 
-def restarts(step, length, t_mul, m_mul, alpha):
+def restarts(step, length, t_mul=2.0, m_mul=1.0, alpha=0.0):
     height = 1.0
     while step >= length:
         step, length, height = step - length, length * t_mul, height * m_mul
     return (1 - alpha) * height * (1 + np.cos(np.pi * step / length)) / 2 + alpha
 
 
-def linear_cosine(step, length, num_periods, alpha, beta):
+def linear_cosine(step, length, num_periods=0.5, alpha=0.0, beta=0.001):
     past = min(step / length, 1)
     cosine = (1 + np.cos(2 * np.pi * num_periods * past)) / 2
     return (alpha + 1 - past) * cosine + beta

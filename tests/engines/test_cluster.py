@@ -9,13 +9,15 @@ import sys
 import threading
 import time
 import types
+from unittest import mock
 
 import pytest
 import ray
 
 from gradxform import engines
-from gradxform._ray import wire
-from gradxform._ray.servers import ServerDiedError, WorkersServer
+from gradxform._ray import actors, servers, wire
+from gradxform._ray.servers import RayServer, ServerDiedError, WorkersServer
+from gradxform._server.records import ServerStatus, Tally
 from tests.engines.jobs import fails, make_job
 
 
@@ -164,6 +166,48 @@ def test_what_is_no_worker_is_named_here_too(notes):
     fails(engines.ray, job, TypeError, "worker 0 must be an engines.Worker")
 
 
+def test_processes_of_before_are_ended_before_others_start(notes):
+    processes = actors.Processes(None, make_job(), {})
+    processes.start(None, pytest.fail)
+    with pytest.raises(TypeError, match="Could not serialize"):
+        processes.start(None, pytest.fail)
+    assert notes.calls == ["server", "kill server", "server"]
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("dies_after", [0.0, 3.0, math.inf])
+def test_all_that_is_killed_has_ten_seconds_to_end(dies_after, notes, monkeypatch):
+    """Each second one that is still there answers; later calls raise an error."""
+    now, asked, killed = 100.0, [], []
+
+    def get(ref, timeout):
+        nonlocal now
+        asked.append((ref, timeout))
+        if now - 100.0 >= dies_after:
+            raise notes.exceptions.RayActorError
+        now += 0.5
+
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(actors, "time", clock)
+    monkeypatch.setattr(notes, "get", get)
+    monkeypatch.setattr(notes, "kill", killed.append)
+    processes = actors.Processes(None, make_job(), {})
+    each = [types.SimpleNamespace(name=name) for name in "ab"]
+    for actor in each:
+        ready = mock.Mock(return_value=actor.name)
+        actor.__ray_ready__ = types.SimpleNamespace(remote=ready)
+    processes._actors = list(each)
+    processes.kill()
+    assert killed == each
+    lived = min(dies_after, 10.0)
+    waits = [("a", 10.0 - k / 2) for k in range(int(2 * lived))]
+    if dies_after < 10.0:
+        waits += [("a", 10.0 - lived), ("b", 10.0 - lived)]
+    assert asked == waits
+    processes.kill()  # They are gone.
+    assert killed == each
+
+
 # Where there is no cluster.
 
 RAISES = "def init(address, **_): raise RuntimeError(f'not\\n{address}')"
@@ -252,3 +296,119 @@ def test_the_death_of_any_process_is_the_death_of_the_server():
     assert raised(exceptions.RaySystemError(lost, "")) is ServerDiedError
     other = exceptions.RaySystemError(MemoryError(), "")
     assert raised(other) is exceptions.RaySystemError
+
+
+# A server that dies, as the driver sees it.
+
+DIED = ray.exceptions.ActorDiedError
+STATUS = ServerStatus("first", 0, Tally(), run="the run")
+SAVED = engines.Checkpoint("runs", resume=False)
+
+
+class Scripted:
+    """The processes of a server: the outcomes of all calls are given."""
+
+    layout, said = None, None
+
+    def __init__(self, *outcomes):
+        self.outcomes, self.begun, self.asked = [*outcomes], [], []
+
+    def start(self, checkpoint, check):
+        self.begun.append(checkpoint)
+        number = len(self.begun)
+
+        def method(name):
+            return types.SimpleNamespace(remote=lambda *given: (number, name, *given))
+
+        names = ("begin", "pull", "note")
+        return types.SimpleNamespace(**{name: method(name) for name in names})
+
+    def answers(self, asked, check):
+        self.asked += asked
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return [outcome]
+
+    def cause(self):
+        return self.said
+
+    def kill(self):
+        self.begun.append("killed")
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """A server that has begun, what its processes note, and its naps."""
+
+    def scripted(*outcomes, checkpoint=SAVED, max_deaths=1):
+        naps, connection = [], mock.Mock(lost=False)
+        monkeypatch.setattr(servers, "time", types.SimpleNamespace(sleep=naps.append))
+        given = Scripted(STATUS, STATUS, *outcomes)
+        how = checkpoint, max_deaths, connection, lambda: None
+        server = RayServer(given, *how)
+        assert server.begin() == STATUS
+        assert given.asked == [(1, "begin", None), (1, "begin")]
+        given.asked.clear()
+        return server, given, naps
+
+    return scripted
+
+
+def test_a_server_that_may_live_is_asked_again(scripted):
+    away = ray.exceptions.ActorUnavailableError("it may live", b"0" * 16)
+    lost = ray.exceptions.OwnerDiedError("00", None, "server")
+    server, given, naps = scripted(away, lost, "an answer")
+    assert server.pull("rows", "float16") == "an answer"
+    assert given.asked == [(1, "pull", "rows", "float16")] * 3
+    assert (naps, server.deaths, given.begun) == ([0.1, 0.1], 0, [SAVED])
+    server.kill()
+    server.connection.lost = True  # Its processes have ended.
+    server.kill()
+    assert given.begun == [SAVED, "killed"]
+
+
+def test_a_server_that_has_died_is_replaced_by_one_of_the_same_run(scripted, caplog):
+    server, given, naps = scripted(DIED(), STATUS, "an answer")
+    given.said = "no room"
+    assert server.pull() == "an answer"
+    assert given.asked == [(1, "pull"), (2, "begin", "the run"), (2, "pull")]
+    assert given.begun == [SAVED, SAVED._replace(resume=True)]
+    assert (naps, server.deaths) == ([], 1)
+    assert caplog.messages == ["the server has ended: no room"]
+
+
+def test_a_server_that_dies_too_often_also_while_it_starts_ends_the_run(scripted):
+    last = DIED()
+    server, given, _ = scripted(DIED(), DIED(), last, max_deaths=2)
+    with pytest.raises(DIED) as raised:
+        server.pull()
+    assert raised.value is last
+    assert last.__notes__ == ["The server has died more than max_deaths times."]
+    assert (server.deaths, len(given.begun)) == (2, 3)
+    error = DIED()
+    server, given, _ = scripted(error, checkpoint=None)
+    given.said = "no room"
+    with pytest.raises(DIED):
+        server.pull()
+    assert error.__notes__ == [
+        "The server has ended: no room.",
+        "The run was not saved: give it a checkpoint.",
+    ]
+    assert (server.deaths, len(given.begun)) == (0, 1)
+
+
+def test_a_server_that_cannot_begin_again_is_not_tried_twice(scripted):
+    def in_a_task(cause):
+        return ray.exceptions.RayTaskError("begin", "", cause).as_instanceof_cause()
+
+    server, given, _ = scripted(in_a_task(KeyError("w")), DIED(), in_a_task(OSError()))
+    with pytest.raises(KeyError):  # It lives, and has raised.
+        server.pull()
+    assert (server.deaths, len(given.begun)) == (0, 1)
+    for _ in range(2):
+        with pytest.raises(OSError) as raised:  # noqa: PT011
+            server.pull()
+        given.outcomes.append(DIED())
+    assert isinstance(raised.value, ray.exceptions.RayTaskError)
+    assert (server.deaths, len(given.begun)) == (1, 2)

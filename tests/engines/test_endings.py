@@ -7,6 +7,8 @@ import queue
 import signal
 import threading
 import time
+import types
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +17,8 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
-from gradxform.engines import _pool
+from gradxform._server.records import TakesNoMoreError
+from gradxform.engines import _ending, _pool, _threads
 from tests.engines.jobs import (
     SGD,
     by_worker,
@@ -70,6 +73,73 @@ def test_a_training_that_is_stopped_or_left_computes_no_more(engine, leave, tmp_
     with engine(make_job(3, 120), checkpoint=tmp_path) as run:
         assert run.server.state()["params"] == -counts.accepted
         assert len(list(run.pushes)) == 120 - counts.pushed
+
+
+@pytest.mark.every
+def test_a_stopped_run_takes_no_more_pushes_of_workers(engine):
+    with engine(make_job(2, 10**6)) as run:
+        next(run.pushes)
+        run.stop()
+        assert [*itertools.islice(run.pushes, 50)] == []
+        counts, (params, step) = run.counts(), run.server.pull()
+        assert 1 <= counts.pushed <= 3
+        with pytest.raises(TakesNoMoreError):
+            run.server.push(params, step, push_id=(9, 0))
+        run.server.push(params, step)  # From outside of the run.
+        assert run.counts() == counts
+        assert run.server.stats().accepted == counts.accepted + 1
+
+
+def test_ctrl_c_ends_a_run_though_a_handler_raises_nothing():
+    """Python drops the exception of a handler that interrupts a destructor."""
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(1))
+    try:
+        with engines.simulated(make_job(1, 50)) as outer:
+            with engines.simulated(make_job(1, 50)) as inner:
+                for run in (outer, inner):
+                    next(run.pushes)
+                signal.raise_signal(signal.SIGINT)
+                with pytest.raises(KeyboardInterrupt):
+                    list(inner.pushes)
+            with pytest.raises(KeyboardInterrupt):
+                list(outer.pushes)
+        assert heard == [1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def of_the_program(*_):
+    """A program's own handler of a signal."""
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("number", "handler", "replaced"),
+    [
+        (signal.SIGTERM, signal.SIG_DFL, True),
+        (signal.SIGTERM, signal.SIG_IGN, False),
+        (signal.SIGTERM, of_the_program, False),
+        (signal.SIGINT, of_the_program, True),
+        (signal.SIGINT, signal.SIG_IGN, False),
+        (signal.SIGINT, signal.SIG_DFL, False),
+    ],
+)
+def test_a_run_takes_a_signal_unless_the_program_wants_it(number, handler, replaced):
+    before = signal.signal(number, handler)
+    try:
+        for changed in (False, True):
+            run = mock.Mock()
+            with _ending.ending(run, None):
+                own = signal.getsignal(number)
+                assert (own is handler) != replaced
+                if changed:
+                    signal.signal(number, print)
+            assert signal.getsignal(number) is (print if changed else handler)
+            run.rest.assert_called_once_with()
+            run.save.assert_not_called()
+    finally:
+        signal.signal(number, before)
 
 
 def test_workers_do_not_run_ahead_of_a_slow_loop():
@@ -226,6 +296,59 @@ def test_a_worker_that_blocks_is_named_and_left_behind(
         leave == "sigterm"
     )
     assert said.startswith("worker 1: still busy after join_timeout=0.2 seconds")
+
+
+class Thread:
+    """It ends after so many seconds, by a clock that only ``join`` moves."""
+
+    def __init__(self, clock, ends, ident=1):
+        self._clock, self._ends, self.ident, self.waits = clock, ends, ident, []
+
+    def join(self, timeout):
+        self.waits.append(timeout)
+        self._clock.now = max(
+            self._clock.now, min(self._ends, self._clock.now + timeout)
+        )
+
+    def is_alive(self):
+        return self._ends > self._clock.now
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("join_timeout", "error", "waits", "left"),
+    [
+        (10, None, (10, 7, 0), "after join_timeout=10 seconds"),
+        (2.5, None, (2.5, 0, 0), "after join_timeout=2.5 seconds"),
+        (10, KeyboardInterrupt(), (0.5, 0, 0), "0.5 seconds after Ctrl-C"),
+        (0.25, KeyboardInterrupt(), (0.25, 0, 0), "after join_timeout=0.25 seconds"),
+        (np.inf, None, (threading.TIMEOUT_MAX / 2,), None),
+    ],
+)
+def test_all_threads_have_the_join_timeout_together(
+    join_timeout, error, waits, left, monkeypatch, caplog
+):
+    clock = types.SimpleNamespace(now=1024.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(_threads, "time", clock)
+    run = _threads._Threads(make_job(), join_timeout)
+    run.server, commands = mock.Mock(), queue.SimpleQueue()
+    run._commands[0], run._last_word = commands, error
+    ends = [1027.0, 1e5, 1e5][: len(waits)]
+    threads = [Thread(clock, each) for each in ends]
+    never = Thread(clock, -1.0, ident=None)  # An interrupt came before its start.
+    run.workers = dict(enumerate([*threads, never]))
+    run.close()
+    assert [thread.waits for thread in threads] == [[wait] for wait in waits]
+    assert not never.waits
+    assert commands.get_nowait() is None
+    assert run._halt.is_set()
+    run.server.close.assert_called_once_with()
+    with pytest.raises(RuntimeError, match=OVER):
+        _ = run.pushes
+    names = "1, 2" if join_timeout == 10 and not error else "0, 1, 2"
+    told = f"worker {names}: still busy {left}, so left behind"
+    assert caplog.messages == [told] * (left is not None)
 
 
 def test_a_worker_that_blocks_does_not_keep_the_last_push(blocked):

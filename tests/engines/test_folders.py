@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 import time
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -603,6 +604,7 @@ def keep_by_permissions(directory, monkeypatch):
     monkeypatch.setattr(os, "unlink", refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep", [keep_by_a_link, keep_by_permissions])
 def test_an_old_checkpoint_that_cannot_be_deleted_stays(
     engine, keep, tmp_path, monkeypatch, caplog
@@ -973,6 +975,16 @@ def test_half_of_a_file_that_a_process_left_behind_is_replaced(tmp_path):
     assert not half.exists()
 
 
+def test_a_file_that_cannot_be_replaced_leaves_no_half(tmp_path, monkeypatch):
+    path = tmp_path / "owner"
+    path.write_text("old")
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError("it is full")))
+    with pytest.raises(OSError, match="it is full"):
+        folder._write(path, "whole")
+    assert [x.name for x in tmp_path.iterdir()] == ["owner"]
+    assert path.read_text() == "old"
+
+
 # After its error, threads of orbax write on, and make a folder again that was removed.
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -1006,21 +1018,20 @@ def test_failed_checkpoints_do_not_pile_up(tmp_path, caplog):
 def test_a_directory_is_a_path(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.chdir(tmp_path)
-    job = training(3)
     for given, where in (
         (b"bytes", tmp_path / "bytes"),
-        ("~/runs", tmp_path / "home" / "runs"),
         (pathlib.Path("~") / "path", tmp_path / "home" / "path"),
         (".", tmp_path),
     ):
-        ended(engines.simulated, job, checkpoint=given)
-        assert [*steps_in(where)] == [3]
+        assert engines.Checkpoint.of(given).directory == str(where)
+    ended(engines.simulated, training(3), checkpoint="~/runs")
+    assert [*steps_in(tmp_path / "home" / "runs")] == [3]
     no_path = r"^checkpoint must be a path, got"
     for given, error, says in (
         *((x, ValueError, no_path + r" b?''") for x in ("", b"")),
         *((x, TypeError, no_path) for x in (False, 3, engines.Checkpoint(None))),
     ):
-        fails(engines.simulated, job, error, says, checkpoint=given)
+        fails(engines.simulated, training(3), error, says, checkpoint=given)
 
 
 @pytest.mark.slow

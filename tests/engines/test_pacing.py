@@ -21,7 +21,10 @@ import pytest
 
 import gradxform as gx
 from gradxform import engines
+from gradxform._server.records import Answer, ServerStatus, Tally
 from gradxform.engines import _pacing, _simulated
+from gradxform.engines._ledger import Ledger
+from gradxform.engines._scheduler import Scheduler
 from gradxform.engines._work import ServerDiedError
 from tests.engines.jobs import (
     SGD,
@@ -595,6 +598,60 @@ def test_a_resume_keeps_the_clock_of_a_worker_that_joined(tmp_path):
     job = job._replace(pushes=100, workers=[*job.workers, joins])
     pushes = list_all(engines.simulated, job, checkpoint=tmp_path)
     assert by_worker(pushes) == dict.fromkeys(range(4), 10)
+
+
+def resumed(pace=None, ahead=None):
+    """A scheduler of workers 0, 1 and 2 at step 3, and its ledger.
+
+    In the checkpoint workers 0 and 2 have made two pushes each, and 1 has made none.
+    """
+    answer = Answer(1, 2, gx.PushResult(True, 0, 3), 2)
+    status = ServerStatus("now", 3, Tally(4, 4, {0: answer, 2: answer}), 1)
+    ledger, job = Ledger(status), make_job(0, [], 9, pace=pace)
+    return Scheduler(job, ledger, [0, 1, 2], ahead or {}), ledger
+
+
+def test_who_has_waited_longest_begins_first():
+    scheduler, ledger = resumed()
+    assert scheduler.ahead == {1: 2}  # Nobody waits for a worker that joins.
+    began = [*scheduler.begin([0, 1, 2], [2, 1, 0], 5.0)]
+    assert began == [(0, 2), (1, 0), (2, 2)]
+    assert ledger.begun[1] == (0, 3, 5.0, 5.0)
+    scheduler.end(1, 6.0)
+    scheduler.end(0, 7.0)
+    scheduler.join([0, 1, 2, 9], 6.5)
+    assert scheduler.ahead == {1: 2, 9: 2}
+    assert [*scheduler.begin([0, 1, 9], [0, 1, 9], 8.0)] == [(1, 0), (9, 0), (0, 2)]
+    assert [ledger.begun[i].waited for i in (1, 9, 0)] == [2.0, 1.5, 1.0]
+    known = {0: 7}
+    assert resumed(ahead=known)[0].ahead == {
+        0: 7,
+        1: 2,
+    }  # The lowest clock is that of 2.
+    assert known == {0: 7}
+
+
+def test_a_rule_sees_what_has_begun_just_now():
+    asked = []
+
+    def pace(progress):
+        asked.append(progress)
+        with pytest.raises(TypeError):
+            progress.clocks[0] = 9
+        return progress.worker != 1
+
+    for rule, workers in ((pace, [0, 1, 2]), (_pacing.Alike(pace), [0, 1])):
+        scheduler, _ = resumed(rule)
+        asked.clear()
+        # All clocks are 2: what is no for one of them is no for the others.
+        began = [i for i, _ in scheduler.begin([0, 1, 2], [0, 1, 2], 5.0)]
+        assert began == [i for i in workers if i != 1]
+        assert [each.worker for each in asked] == workers
+        for each, local_steps in zip(asked, [(), (3,), (3,)], strict=False):
+            assert each.clocks == {0: 2, 1: 2, 2: 2}
+            assert each.local_steps == local_steps
+            assert each.started == 4 + len(local_steps)
+            assert (each.global_step, each.accumulated) == (3, 1)
 
 
 def test_workers_with_equal_clocks_are_asked_about_once():

@@ -239,6 +239,31 @@ def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
     assert not directory.exists()
 
 
+def test_notes_of_a_checkpoint_are_told_by_each_server(
+    ray_in_process, tmp_path, caplog
+):
+    """And each learns how far the clock of a worker that has joined is ahead."""
+    rare = {"every_steps": None, "every_seconds": None}
+    first = engines.Checkpoint(tmp_path, settings={"seed": 0}, **rare)
+    list_all(engines.ray, make_job(1, 3), checkpoint=first)
+    other = first._replace(settings={"seed": 1})
+    with engines.ray(make_job(1, 9), checkpoint=other) as run:
+        index = run.add(worker(seconds=0.01))
+        for ended in (False, True):
+            next(run.pushes), next(run.pushes)
+            ahead = run.server.status().ahead
+            assert (ahead[index], run.counts().server_deaths) == (3, ended)
+            kill(run.server.actor)
+        list(run.pushes)
+        assert run.counts().server_deaths == 2
+    says = "3 has seed=0, and the run goes on with 1"
+    assert sum(says in text for text in caplog.messages) == 3
+    began = [text for text in caplog.messages if "server died" in text]
+    assert [text.partition(";")[0] for text in began] == [
+        "the server died and goes on from step 3"
+    ] * 2
+
+
 def test_without_a_checkpoint_a_server_that_dies_ends_the_run(either_ray):
     with engines.ray(make_job(1)) as run:
         next(run.pushes)

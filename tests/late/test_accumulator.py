@@ -18,7 +18,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._trees import states
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.conftest import half
 
 RATE, MOMENTUM, DECAY, LONGEST, WORKERS = 0.1, 0.5, 0.25, 2.0, 2
@@ -269,7 +269,7 @@ def test_a_sum_is_that_of_plain_python(gate, reduction, how):
     innermost = Sgd(start)
     number = required if callable(number) else number
     oracle = Sum(innermost, number, reduction, **plain)
-    step = jax.jit(functools.partial(stepped, tx, how=how))
+    step = in_numpy.jit(functools.partial(stepped, tx, how=how))
     params = jax.tree.map(jnp.float32, start)
     state = tx.init(params)
     types = jax.tree.map(jax.typeof, state)
@@ -370,7 +370,7 @@ def test_a_leaf_without_gradients_in_gates_in_gates(name):
     innermost = Sgd(start)
     oracle = plain(innermost)
 
-    @jax.jit
+    @in_numpy.jit
     def step(params, state, grads, worker):
         extra = {"worker": worker, "local_step": jnp.int32(10**6)}
         read = {k: x for k, x in extra.items() if k in states.words(state)}

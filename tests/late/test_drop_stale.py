@@ -14,7 +14,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._gates.gate import Decision, Gate, gate_of
-from tests import oracles
+from tests import in_numpy, oracles
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
 GRADS = {"w": jnp.full((2, 3), 2.0), "b": jnp.full(3, -1.0)}
@@ -37,7 +37,7 @@ LIMITS = {
 def test_equals_a_plain_loop(name):
     limit, traced = LIMITS[name]
     tx = gx.drop_stale(optax.sgd(0.5), traced)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    step = in_numpy.jit(functools.partial(gx.apply_gradients, tx))
     rng, params = np.random.default_rng(0), jnp.float32(1.0)
     state = tx.init(params)
     steps = np.sort(rng.integers(-2, 12, 40)) + rng.integers(-3, 3, 40)
@@ -73,7 +73,7 @@ def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(gate, param, grad)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-2)
     params, grads = jnp.array([1.0, -2.0], param), jnp.array([0.3, 0.7], grad)
     state = tx.init(params)
-    updates, after = jax.jit(tx.update)(grads, state, params, local_step=0)
+    updates, after = in_numpy.jit(tx.update)(grads, state, params, local_step=0)
     expected, _ = inner.update(grads, inner.init(params), params)
     assert jax.typeof(updates) == jax.typeof(expected)
     close(updates, expected)
@@ -108,7 +108,7 @@ def test_a_fresh_push_is_that_of_inner_in_every_mix_of_dtypes(gate, param, grad)
 )
 def test_global_step_and_fraction_are_found_at_any_depth(wrap, standard_promotion):
     tx = wrap(gx.drop_stale(optax.sgd(0.1), 0))
-    state, update = tx.init(PARAMS), jax.jit(tx.update)
+    state, update = tx.init(PARAMS), in_numpy.jit(tx.update)
     for local_step in (0, 0, 1, 0):
         _, state = update(GRADS, state, PARAMS, local_step=local_step)
     # Every wrapper sees the same pushes; a second gate around it lets one more through.
@@ -242,7 +242,7 @@ def test_a_traced_threshold_at_its_ends(schedule, at, stale):
     """One that is NaN drops each late push."""
     tx = gx.drop_stale(optax.identity(), schedule)
     state = tx.init(PARAMS)._replace(global_step=jnp.int32(at))
-    _, state = jax.jit(tx.update)(GRADS, state, PARAMS, local_step=0)
+    _, state = in_numpy.jit(tx.update)(GRADS, state, PARAMS, local_step=0)
     assert state.stale_count == stale
 
 
@@ -262,7 +262,7 @@ def test_a_traced_threshold_at_its_ends(schedule, at, stale):
 def test_a_threshold_of_any_size_and_width(limit, scheduled):
     tx = gx.drop_stale(optax.sgd(1.0), (lambda _: limit) if scheduled else limit)
     state = tx.init(PARAMS)._replace(global_step=jnp.int32(7))
-    for step in (tx.update, jax.jit(tx.update)):
+    for step in (tx.update, in_numpy.jit(tx.update)):
         for local_step in (0, jnp.int4(0)):
             _, after = step(GRADS, state, PARAMS, local_step=local_step)
             assert (after.global_step, after.stale_count) == (8, 0)

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._trees import states
+from tests import in_numpy
 from tests.conftest import half
 
 PARAMS = {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}
@@ -52,7 +53,7 @@ def pushes_to_poison(gate):
         "apply": functools.partial(apply, local_step=0),
         "vmap": batched,
     }
-    return params, state, {how: jax.jit(push) for how, push in hows.items()}
+    return params, state, {how: in_numpy.jit(push) for how, push in hows.items()}
 
 
 @pytest.mark.parametrize("poison", [np.nan, 1e38])
@@ -284,7 +285,7 @@ def test_side_effects_of_a_step_stay_behind_the_gate(monkeypatch):
 
     shown = optax.GradientTransformation(lambda params: optax.EmptyState(), update_fn)
     tx, params = gx.accumulate(shown, 2), jnp.array(0.0)
-    state, update = tx.init(params), jax.jit(tx.update)
+    state, update = tx.init(params), in_numpy.jit(tx.update)
     for g in (1.0, 3.0, 5.0, 9.0):
         _, state = update(jnp.array(g), state, params)
     jax.effects_barrier()
@@ -301,7 +302,7 @@ def test_a_choice_lets_nothing_of_a_skipped_gradient_through(
     monkeypatch.setattr(jax.lax, "platform_dependent", as_on_tpu)
     tx = gx.drop_stale(optax.sgd(lambda count: 1 / (1 + jnp.float32(count))), 0)
     params = jnp.zeros(3)
-    update = jax.jit(tx.update) if compiled else tx.update
+    update = in_numpy.jit(tx.update) if compiled else tx.update
     state, found = tx.init(params), []
     for g, local_step in ((1.0, 0), (bad, 0), (4.0, 1)):
         updates, state = update(jnp.full(3, g), state, params, local_step=local_step)
@@ -319,7 +320,7 @@ def test_a_choice_gives_the_numbers_of_the_conditional(dtype, monkeypatch):
     def play():
         tx, params = gx.accumulate(inner, 3), {"w": jnp.ones((4, 8), dtype)}
         state, found = tx.init(params), []
-        step = jax.jit(tx.update)
+        step = in_numpy.jit(tx.update)
         for t in range(7):
             g = jax.random.normal(jax.random.key(t), (4, 8), dtype)
             updates, state = step({"w": g}, state, params)

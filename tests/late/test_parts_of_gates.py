@@ -268,6 +268,8 @@ def test_arrays_that_a_transformation_begins_with_are_copied():
 
     (found,) = donation._captured(optax.GradientTransformation(reads, None), {"w": W})
     assert found is start
+    rows = gx.TableRows([1], jnp.ones((1, 2)), (3, 2))  # Its state is that of the rows.
+    assert donation._captured(gx.novograd(0.1), {"table": rows}) == []
 
 
 def test_an_error_of_a_gpu_s_host_memory_has_a_note():

@@ -1,5 +1,6 @@
 """What a server's center counts, and what a resume and a restore make of the counts."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -7,6 +8,7 @@ import pytest
 
 import gradxform as gx
 from gradxform._server import core, records
+from gradxform._server.programs import Prepared
 
 PARAMS = {"w": np.ones(2, np.float32)}
 PAIRS = gx.conditional_accumulator(optax.sgd(0.1), 2)
@@ -43,6 +45,47 @@ def test_a_resumed_server_goes_on_where_the_other_stood():
         with pytest.raises(records.TakesNoMoreError, match="no more pushes of workers"):
             push(other, worker, number)
     assert push(other)[::2] == (True, 3)  # From outside of the run.
+
+
+class Leaf:
+    """In place of an array that is being computed."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def block_until_ready(self):
+        self.waits += 1
+        return self
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_step_on_several_devices_is_waited_for(devices):
+    """One device alone gives the counters; another may still fail."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:devices]), ("x",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    server = core.of_one_process(jax.device_put(PARAMS, sharding), optax.sgd(0.1))
+    leaves = [Leaf(), Leaf()]
+    prepared = Prepared(lambda *_: (leaves, jnp.int32([1, 0])), [])
+    assert server.commit(prepared, 0) == (True, 0, 1)
+    assert [leaf.waits for leaf in leaves] == [devices - 1] * 2
+
+
+def test_the_oldest_of_256_programs_makes_room(monkeypatch):
+    programs, made_now = made()._programs, []
+    monkeypatch.setattr(programs, "_compiled", lambda *given: made_now.append(given))
+    grads = {"w": jnp.ones(2)}
+    leaves, tree = jax.tree.flatten((grads, {}))
+    for others in (255, 256):
+        programs._programs = dict.fromkeys(range(others))
+        for _ in range(2):  # The second time it is there.
+            programs.find(leaves, tree)
+        assert len(programs._programs) == 256
+        assert (0 in programs._programs) == (others == 255)
+        assert 1 in programs._programs
+        (signature, *given), *_ = made_now
+        assert signature == (tree, (leaves[0].aval,))
+        assert given == [grads, {}]
 
 
 def test_a_restored_server_has_half_a_sum_no_more():

@@ -4,6 +4,7 @@
 memory or bytes, or hang it now and then, so the tests here ask the modules themselves.
 """
 
+import contextlib
 import pickle
 import socket
 import subprocess
@@ -205,6 +206,87 @@ def test_a_pull_in_half_precision_puts_half_the_bytes(monkeypatch):
         server.pull(server.tables.request(None, dtype))
     sizes = [sum(x.nbytes for x in jax.tree.leaves(tree)) for tree in put]
     assert sizes == [4 * 128 * 128 + 4, 2 * 128 * 128 + 4]
+
+
+class Asked:
+    """Two followers that note what they are asked."""
+
+    def __init__(self):
+        self.calls, self.reads = [], []
+
+    def __len__(self):
+        return 2
+
+    @contextlib.contextmanager
+    def asked(self, name, each):
+        self.calls.append((name, each))
+        yield
+
+    def read(self, each, form):
+        if not any(each):
+            return []
+        self.reads.append((each, form))
+        return [f"reference {len(self.reads)}"]
+
+
+def lists(shares):
+    """Shares of processes, with ids as lists."""
+    return [
+        {i: None if ids is None else ids.tolist() for i, ids in share.items()}
+        for share in shares
+    ]
+
+
+@pytest.mark.usefixtures("without_ray")
+def test_each_process_reads_its_rows_and_compiles_once(monkeypatch):
+    """A table of 6 rows and a matrix lie in three processes, and a vector in each."""
+    params = {
+        "0": jnp.ones((6, 2)),
+        "1": jnp.ones((2, 3)),
+        "2": jnp.ones(4),
+        "3": jnp.ones((6, 1)),
+    }
+    followers, turns = Asked(), []
+    core = of_one_process(params, optax.set_to_zero())
+    server = RayTransport(core, (0, 1, None, None), followers)
+    run = server.turns.run
+    monkeypatch.setattr(
+        server.turns, "run", lambda *call: turns.append(1) or run(*call)
+    )
+    of_processes = [
+        ([5, 0, 3, 1, 0], [[0, 1], [1], [1]]),
+        ([4, 4], [[], [], [0]]),
+        ([2, 3], [[], [0, 1], []]),
+    ]
+    for ids, rows in of_processes:
+        request = server.tables.request({"0": ids}, jnp.bfloat16)
+        own, *others = lists(server._share(request.rows, k) for k in range(3))
+        assert own == {0: rows[0]}  # The leader always sends its part of rows.
+        assert others == [{0: own} if own else {} for own in rows[1:]]
+    # Rows of what each process has whole come from the leader alone.
+    request = server.tables.request({"3": [5, 2]}, None)
+    shares = lists(server._share(request.rows, k) for k in range(3))
+    assert shares == [{3: [2, 5]}, {}, {}]
+    whole = dict.fromkeys(range(4))
+    shares = lists(server._share(whole, k) for k in range(3))
+    assert shares == [whole, {0: None, 1: None}, {0: None, 1: None}]
+    of_each = [{0: None, 1: None}] * 2
+    for _ in range(2):  # The second time all is there, and needs no turn.
+        response, step = server.pull(PullRequest())
+        assert followers.calls == [("compile", [(None, share) for share in of_each])]
+        assert len(turns) == 1
+        assert followers.reads == [(of_each, None)]
+        _, sent, *_ = response._parts
+        assert (step, sent.parts) == (0, ["reference 1"])
+        assert {i: (x.axis, x.ids) for i, x in sent.joined.items()} == {
+            0: (0, None),
+            1: (1, None),
+        }
+        whole, parts = sent.own.value
+        assert ([*whole], [*parts]) == ([2, 3], [0, 1])
+    for ids, calls in (([3, 4], 2), ([2, 5], 2), ([3], 2), ([4, 3, 2, 5], 3)):
+        server.pull(server.tables.request({"0": ids}, None))
+        assert len(followers.calls) == calls
 
 
 class Name(str):

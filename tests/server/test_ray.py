@@ -77,6 +77,8 @@ def test_each_method_takes_its_arguments_by_keyword(either_ray, where):
     called("restore", state=called("state"))
     np.testing.assert_array_equal(called("pull", dtype=None)[0]["w"], np.zeros((4, 2)))
     called("close")
+    state = called("state")  # It still answers.
+    np.testing.assert_array_equal(state["params"]["w"], np.zeros((4, 2)))
 
 
 @on_cluster

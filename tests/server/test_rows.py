@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import threading
+from unittest import mock
 
 import chex
 import jax
@@ -13,6 +14,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._rows.stored_rows import unchecked
+from gradxform._server.programs import in_sizes
+from gradxform._server.reader import Reader, size_for
 
 HEIGHT, WIDTH = 40, 4
 TABLE = np.random.default_rng(0).standard_normal((HEIGHT, WIDTH)).astype(np.float32)
@@ -141,6 +145,51 @@ def compiled(caplog, f):
     with jax.log_compiles():
         f()
     return sum("Finished XLA compilation" in r.getMessage() for r in caplog.records)
+
+
+def test_rows_of_a_push_are_padded_to_few_sizes():
+    for length, size in enumerate([1, 1, 2, *[4] * 2, *[8] * 4, 16]):
+        assert size_for(length) == size
+        values = np.arange(2.0 * length, dtype=np.float32).reshape(length, 2)
+        rows = gx.IndexedSlices(np.arange(length), values, (20, 2))
+        found, padding = in_sizes(rows), size - length
+        assert (found is rows) == (padding == 0)
+        assert found.dense_shape == (20, 2)
+        assert found.indices.tolist() == [*range(length)] + [20] * padding
+        assert found.values.tolist() == [*values.tolist()] + [[0.0, 0.0]] * padding
+
+
+def test_what_has_no_rows_here_is_not_padded():
+    dense = np.ones((3, 2), np.float32)
+    assert in_sizes(dense) is dense
+    elsewhere = mock.MagicMock(ndim=2, is_fully_addressable=False)
+    elsewhere.__len__.return_value = 3
+    rows = unchecked(gx.IndexedSlices, np.arange(3), elsewhere, (20, 2))
+    assert in_sizes(rows) is rows
+
+
+def test_a_reader_compiles_once_for_each_size_and_dtype(monkeypatch):
+    arrays = [jnp.ones((6, 2)), jnp.ones(3), jnp.ones(4, int)]
+    reader, made = Reader(arrays), []
+
+    def compiled(*key):
+        made.append(key)
+        return lambda *args: (key, *args)
+
+    monkeypatch.setattr(reader, "_compiled", compiled)
+    half = np.dtype(jnp.bfloat16)
+    wanted = {0: np.int32([1, 3, 4]), 1: None, 2: None}
+    for _ in range(2):  # The second time all is there.
+        reading = reader.prepare(wanted, half)
+        assert made == [(0, 4, half), (1, None, half)]
+        assert reading.plain == [2]
+        read = reading.run("abc")
+        key, ids, table = read.pop(0)
+        assert (key, ids.tolist(), table) == (made[0], [1, 3, 4, 6], "a")
+        assert read == {1: (made[1], "b"), 2: "c"}
+    for form in (None, np.dtype(np.float32)):  # Each has its own dtype.
+        assert reader.prepare(wanted, form).plain == [1, 2]
+        assert made[2:] == [(0, 4, None)]
 
 
 @pytest.mark.slow

@@ -76,14 +76,10 @@ def figures(name, dtype="float32"):
     return figures_on(compiled(name, dtype), size_on_a_chip(model(name, dtype)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "of_hbm", "of_bytes"),
-    [("float32", 0.6, 0.58), ("bfloat16", 0.71, 0.59)],
-)
-def test_novograd_reads_and_writes_no_array_twice(dtype, of_hbm, of_bytes):
+def test_novograd_reads_and_writes_no_array_twice():
     """Except the gradients: once for the norms of all layers, once for the update."""
     ours, behind, theirs = (
-        figures(name, dtype)
+        figures(name, "bfloat16")  # In float32 the whole model is below.
         for name in (
             "novograd(global_clipnorm)",
             "clip + novograd",
@@ -92,8 +88,8 @@ def test_novograd_reads_and_writes_no_array_twice(dtype, of_hbm, of_bytes):
     )
     assert ours["own"] <= 6.01
     assert behind["own"] <= 7.01  # The norms after the clip.
-    assert ours["hbm"] <= of_hbm * theirs["hbm"]
-    assert min(ours["bytes"], behind["bytes"]) <= of_bytes * theirs["bytes"]
+    assert ours["hbm"] <= 0.71 * theirs["hbm"]
+    assert min(ours["bytes"], behind["bytes"]) <= 0.59 * theirs["bytes"]
     # The compiler copies a part of NovoGrad's arrays ahead of their use.
     assert max(ours["temp"], behind["temp"]) <= 0.16
 
@@ -110,21 +106,15 @@ def test_novograd_on_the_whole_model():
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize(
-    ("name", "dtype", "temp", "moved"),
-    [
-        ("novograd(global_clipnorm)", "bfloat16", 1.1, 22),
-        ("clip + novograd", "float32", 1.19, 20.2),
-    ],
-)
-def test_novograd_with_the_loss_inside(name, dtype, temp, moved):
-    """The first kept 1.28 N and moved 25 N: momentum in VMEM was copied to HBM."""
-    params = placed(dense_layers(12, 3072, jnp.dtype(dtype)), mesh("v5e:2x2"))
-    batch = jax.ShapeDtypeStruct((512, 3072), dtype)
-    step = lower_training(CHAINS[name], params, squares, batch).compile()
+def test_novograd_with_the_loss_inside():
+    """It kept 1.28 N and moved 25 N: momentum in VMEM was copied to HBM."""
+    params = placed(dense_layers(12, 3072, jnp.dtype("bfloat16")), mesh("v5e:2x2"))
+    batch = jax.ShapeDtypeStruct((512, 3072), "bfloat16")
+    tx = CHAINS["novograd(global_clipnorm)"]
+    step = lower_training(tx, params, squares, batch).compile()
     found = figures_on(step, size_on_a_chip(params))
-    assert found["temp"] <= temp
-    assert found["bytes"] <= moved
+    assert found["temp"] <= 1.1
+    assert found["bytes"] <= 22
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 
 import gradxform as gx
+from tests import in_numpy
 
 # Before JAX 0.10.2 no result of a program stays in the host's memory.
 OLD = jax.__version_info__ < (0, 10, 2)
@@ -481,6 +482,32 @@ def measured():
     return optax.GradientTransformation(init, update)
 
 
+@jax.custom_jvp
+def total(tree):
+    """A sum of squares, in a function with a derivative of its own."""
+    return sum(jnp.sum(x**2) for x in jax.tree.leaves(tree))
+
+
+total.defjvp(lambda primals, tangents: (total(*primals), total(*tangents)))
+
+
+def of_sums_inside(u, params):
+    """Sums in branches, in ``jit``, in a checkpoint, and in what a sum chooses."""
+
+    def scaled(by):
+        return lambda u: optax.tree.scale(by(u), u)
+
+    whole, of_layers = jax.checkpoint(total)(u), total(u["blocks"])
+    u = jax.lax.cond(
+        params["head"][0, 0] > 0,
+        scaled(lambda u: 1 / (1 + jax.jit(total)(u))),
+        scaled(lambda u: total(u) + u["gain"][0]),
+        u,
+    )
+    u = jax.lax.cond(whole > 1e-3, scaled(lambda _: 0.5), lambda u: u, u)
+    return optax.tree.scale(1 / (1 + of_layers), u)
+
+
 @dataclasses.dataclass(eq=False)
 class Way:
     """A transformation, and how its steps are called.
@@ -607,6 +634,7 @@ TWO_PASSES = {
     ),
     "norm": optax.chain(measured(), optax.adamw(SCHEDULE)),
     "norm of updates": optax.chain(optax.adamw(SCHEDULE), measured()),
+    "sums inside": optax.stateless(of_sums_inside),
     "maximum": optax.stateless(
         lambda u, _: optax.tree.scale(-1 / optax.tree.max(jax.tree.map(abs, u)), u)
     ),
@@ -647,20 +675,23 @@ def placed(tx, params, memory):
     return params, jax.jit(lambda p: on_host(tx.init(p)))(params)
 
 
-def train(one, way, layers=(), memory="device", steps=4, **how):
+def train(one, way, layers=(), memory="device", steps=4, compiled=True, **how):
     """Trains; each step leaves the types, and each array in its memory."""
     first = one.make(dtype=way.dtype) if way.dtype != "float32" else one.make()
     params, state = placed(way.tx, jax.tree.map(jnp.array, first), memory)
     if layers and way.two_passes:
         how["two_passes"] = True
     step = gx.minimize(one.f, way.tx, layers=layers, **one.how | how)
+    if not compiled:
+        step = in_numpy.jit(step)
     before, results = types((params, state)), []
     places = None if memory == "device" else kinds((params, state))
     for k in range(steps):
         extra = way.extra(k, state, first)
         params, state, *result = step(params, state, *one.batch, **extra)
         assert types((params, state)) == before
-        assert places is None or kinds((params, state)) == places
+        if compiled:
+            assert places is None or kinds((params, state)) == places
         results.append(result)
     return params, state, results
 
@@ -677,19 +708,26 @@ def compared(trained, way):
 
 
 @functools.lru_cache
-def ordinary(one, way, steps):
+def ordinary(one, way, steps, compiled):
     """What the ordinary step gives on the device, and its types."""
-    trained = train(one, way, steps=steps)
+    trained = train(one, way, steps=steps, compiled=compiled)
     return compared(trained, way), jax.tree.map(jax.typeof, trained)
 
 
-def check(one, way, memory="device", *, layers=None, steps=None, rtol=None):
-    """The steps by layers and the ordinary ones give the same, to the type."""
+def check(
+    one, way, memory="device", *, compiled=False, layers=None, steps=None, rtol=None
+):
+    """The steps by layers and the ordinary ones give the same, to the type.
+
+    In NumPy they take a fifth of the time. If they are compiled, each array also stays
+    in its memory.
+    """
     one = one if isinstance(one, Loss) else LOSSES[one.__name__]
     way = way if isinstance(way, Way) else Way(way)
     steps = steps or (5 if way.extra in (weights, worker) else 4)
-    trained = train(one, way, one.layers if layers is None else layers, memory, steps)
-    wanted, wanted_types = ordinary(one, way, steps)
+    layers = one.layers if layers is None else layers
+    trained = train(one, way, layers, memory, steps, compiled)
+    wanted, wanted_types = ordinary(one, way, steps, compiled)
     if memory == "device":
         assert jax.tree.map(jax.typeof, trained) == wanted_types
     rtol = rtol or max(one.rtol, way.rtol)

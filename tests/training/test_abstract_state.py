@@ -143,13 +143,13 @@ FACTORS = optax.adafactor(0.1, min_dim_size_to_factor=8)
 EIGHT_BITS = {"block_size": 8, "min_size": 1}
 OTHERS = {
     "adafactor": FACTORS,
-    "muon": optax.contrib.muon(0.1),
     "partition": optax.partition({"a": optax.adam(0.1), "b": FACTORS}, LABELS),
+    "muon": optax.contrib.muon(0.1),
     "masked": optax.masked(optax.adam(0.1), {k: k != "w" for k in SHAPES}),
     "MultiSteps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "schedule_free": optax.contrib.schedule_free_adamw(0.1),
-    "inject": optax.inject_hyperparams(optax.adamw)(0.1),
     "lbfgs": optax.scale_by_lbfgs(4),
+    "inject": optax.inject_hyperparams(optax.adamw)(0.1),
     "ema": optax.chain(optax.clip_by_global_norm(1.0), optax.ema(0.9), optax.lion(0.1)),
     "8 bits": gx.low_bit_state(optax.adam(0.1), **EIGHT_BITS),
     "rows of blocks": gx.low_bit_state(optax.adam(0.1), block_axis=-1, **EIGHT_BITS),
@@ -169,8 +169,7 @@ AUTOMATIC = {"muon", "lbfgs"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis_type", AXES)
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(("name", "axis_type"), half(OTHERS, AXES))
 def test_others(name, axis_type, tmp_path):
     dtype = "bfloat16" if name == "seven bytes" else "float32"
     steps = 0 if name in AUTOMATIC and axis_type == AxisType.Explicit else 2

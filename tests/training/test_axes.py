@@ -26,9 +26,7 @@ def accumulated(x):
 
 def drawn(rng, depth):
     """A function that keeps apart the slices along an axis of its argument."""
-    kind = rng.choice(
-        ["scale", "transpose", "product", "sum", "scan", "slices", "cond"]
-    )
+    kind = rng.choice(KINDS)
     f = drawn(rng, depth - 1) if depth else lambda x: x
 
     def other(x):

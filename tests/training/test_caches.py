@@ -1,11 +1,14 @@
 """Caches that a loop carries, on the host, against ``jax.jit`` on the device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import gradxform as gx
+from tests.in_numpy import Program as Traced
 from tests.training.losses import OLD
 
 LAYERS, BATCH, TOKENS, WIDTH = 4, 3, 8, 16
@@ -190,6 +193,10 @@ def a_batch(w, cache, x):
     return results, jax.tree.map(lambda c: c.swapaxes(0, 1), cache)
 
 
+# These add up or cast a whole cache.
+READ_WHOLE = {"loops_in_loops", "read_after_it_is_written", "until_a_token"}
+
+
 def evaluated(f, memory, w=W, cache=CACHE, x=X, layers=("w", "cache")):
     """What ``gx.evaluate`` gives, and ``jax.jit``."""
 
@@ -211,7 +218,31 @@ def check(got, wanted, rtol=2e-5):
     )
 
 
-@pytest.mark.quick_case("in_a_branch-host")
+@pytest.mark.every
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_cache_of_a_traced_program(name):
+    """In NumPy. It stays where it lies, and a layer at a time goes there and back."""
+    f, both = PROGRAMS[name], {"w": W, "cache": CACHE}
+
+    def of_both(both, x):
+        return f(both["w"], both["cache"], x)
+
+    there = both if OLD else gx.on_host(both, min_size=1)
+    program = jax.make_jaxpr(gx.evaluate(of_both, layers=["w", "cache"]))(there, X)
+    wanted = Traced(jax.make_jaxpr(of_both)(both, X))(both, X)
+    check(Traced(program)(both, X), wanted)
+    if OLD or name == "a_batch":  # It is turned at the end.
+        return
+    spaces = [x.memory_space for x in program.out_avals]
+    device, host = jax.memory.Space.Device, jax.memory.Space.Host
+    assert spaces == [device] * (len(spaces) - 2) + [host] * 2
+    moved = re.findall(r":f32(?:<host>)?\[([\d,]+)\] = device_put", str(program))
+    whole = ",".join(map(str, CACHE["k"].shape))
+    assert moved
+    assert (whole in moved) == (name in READ_WHOLE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_cache(name, memory):

@@ -142,6 +142,27 @@ def test_operations_of_one_leaf_stay_as_they_are():
     assert divided is closed
 
 
+def test_a_branch_may_return_what_stands_in_the_program():
+    """Beside a number of all leaves, which is computed before."""
+
+    def f(t, n):
+        def ones(t):
+            return each(lambda x: x / total(t), t), 1.0, np.float32(2), np.int8(3), True
+
+        def twos(t):
+            return t, 2.0, np.float32(1), np.int8(2), False
+
+        return lax.cond(n > 0, ones, twos, t)
+
+    t = tree(random.Random(0))
+    closed, divided = divided_of(f, t)
+    for n in range(2):
+        for x, y in zip(Program(closed)(t, n), Program(divided)(t, n), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-6)
+    types = [[str(x) for x in program.out_avals] for program in (closed, divided)]
+    assert types[0] == types[1]
+
+
 def test_a_number_of_a_stack_is_computed_before_its_branch():
     """In the branch a device has some of its matrices."""
 

@@ -25,6 +25,7 @@ from benchmarks.grid import devices
 from benchmarks.models import next_tokens, size, transformer
 from tests.conftest import half
 from tests.descriptors import DESCRIPTORS, widths
+from tests.in_numpy import Program as Traced
 from tests.training.losses import (
     CLIPPED,
     HALF,
@@ -32,6 +33,7 @@ from tests.training.losses import (
     LAYERS,
     LOSSES,
     OF_ROWS,
+    OLD,
     ONE_PASS,
     ROWS,
     SCHEDULE,
@@ -47,6 +49,7 @@ from tests.training.losses import (
     error,
     halved,
     numbered,
+    on_host,
     pairs,
     plain,
     read_rows,
@@ -58,22 +61,23 @@ from tests.training.losses import (
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# Losses and ways to step. tests/training/test_on_host.py has them with a state there.
+# Losses and ways to step. tests/training/test_on_host.py has them with a state there,
+# and compiles two passes.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "way"), pairs(LOSSES, ONE_PASS))
 def test_any_loss_and_any_optimizer(loss, way):
-    check(LOSSES[loss], WAYS[way])
+    check(LOSSES[loss], WAYS[way], compiled=True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("way", "loss"), pairs(HALF, ["plain", "nested", "teacher"]))
 def test_half_precision(way, loss):
-    check(LOSSES[loss], WAYS[way])
+    check(LOSSES[loss], WAYS[way], compiled=True)
 
 
-@pytest.mark.quick_case("clip_by_block_rms-backwards")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "loss"),
     [
@@ -84,6 +88,56 @@ def test_half_precision(way, loss):
 def test_two_passes(way, loss):
     """A first pass finds out the sums, also of the leaves that are no layers."""
     check(LOSSES[loss], WAYS[way])
+
+
+TRACED = {
+    "plain": "sums inside",
+    "backwards": "clip_by_block_rms",
+    "nested": "norms",
+    "grouped": "accumulate",
+    "unrolled": "a clip, then a sum",
+    "over_data": "weak type",
+    "partly_frozen": "norm of updates",
+    "encoder_and_decoder": "clip_by_global_norm",
+    "adapted": "partition",
+    "two_teachers": "plateau",
+    "teacher_first": "compensate_delay",
+    "both_at_once": "maximum",
+    "one_is_stopped": "adamw",
+    "with_reads": "dot",
+    "constant": "schedule_free",
+    "chosen_and_rejected": "muon",
+    "looped_core": "apply_if_finite",
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("loss", "memory"), pairs(TRACED, ["device"] if OLD else ["both", "device"])
+)
+def test_a_traced_step_is_the_ordinary_one(loss, memory):
+    """Both run in NumPy, and nothing is compiled; with parameters on the host for TPU.
+
+    There a loop carries a layer that comes ahead.
+    """
+    one, way = LOSSES[loss], WAYS[TRACED[loss]]
+    params = one.make()
+    state = way.tx.init(params)
+
+    def stepped(layers, args, **how):
+        step = gx.minimize(one.f, way.tx, layers=layers, donate=False, **one.how, **how)
+        extra = way.extra(0, state, params)
+        program = jax.make_jaxpr(lambda *args: step(*args, *one.batch, **extra))(*args)
+        return Traced(program, platform)(params, state)
+
+    platform, there = "cpu", (params, state)
+    if memory == "both":
+        platform, there = "tpu", on_host(there)
+    got = stepped(one.layers, there, two_passes=way.two_passes)
+    wanted = stepped((), (params, state))
+    for x, y in zip(got, wanted, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import optax
 import pytest
 
 import gradxform as gx
+from tests import in_numpy
 
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
@@ -99,7 +100,8 @@ def test_they_get_what_optax_asks_for(around, name):
     wrap, words = AROUND[around]
     tx = wrap(SEARCHES[name])
     want = expected(SEARCHES[name], lambda p: loss_fn(p, X, Y), start())
-    got = trained(gx.minimize(loss_fn, tx), tx, X, Y, **words)
+    step = in_numpy.jit(gx.minimize(loss_fn, tx))
+    got = trained(step, tx, X, Y, **words)
     chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-6)
     assert want[1][-1] < want[1][0]
 

@@ -128,6 +128,13 @@ def test_pulled_arrays_stay_valid(donate):
     assert {leaf.is_deleted() for leaf in jax.tree.leaves(state)} == {donate}
 
 
+def test_what_is_pushed_from_parameters_on_the_host_is_on_the_device():
+    tx, params = gx.adagrad(0.1), {"w": jnp.ones(3), "b": jnp.ones(())}
+    steps = gx.local_steps(loss_fn, tx, donate=False)
+    traced = steps.trace(gx.on_host(params, min_size=1), tx.init(params), X, Y)
+    assert "host" not in str(traced.jaxpr.out_avals)
+
+
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     "make",

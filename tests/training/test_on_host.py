@@ -81,10 +81,11 @@ PLACES = ["state", "both"]
 @pytest.mark.parametrize(
     ("loss", "way", "memory"),
     [("plain", "int16", "both"), ("teacher", "seven bytes", "both")]
-    + [(*x, PLACES[k % 2]) for k, x in enumerate(pairs(LOSSES, ONE_PASS))],
+    # The others are on the device in tests/training/test_layers.py.
+    + [(*x, PLACES[k % 2]) for k, x in enumerate(pairs(LOSSES, ONE_PASS)[::2])],
 )
 def test_any_loss_and_any_optimizer(loss, way, memory):
-    check(LOSSES[loss], WAYS[way], memory)
+    check(LOSSES[loss], WAYS[way], memory, compiled=True)
 
 
 @pytest.mark.slow
@@ -97,7 +98,17 @@ def test_any_loss_and_any_optimizer(loss, way, memory):
     ],
 )
 def test_two_passes(loss, way, memory):
-    check(LOSSES[loss], WAYS[way], memory)
+    check(LOSSES[loss], WAYS[way], memory, compiled=True)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("memory", ["device", "both"])
+@pytest.mark.parametrize("word", [on_host, lambda tree: tree], ids=["host", "device"])
+def test_an_extra_argument_lies_in_any_memory(word, memory):
+    """Of the step by layers, and of the ordinary one."""
+    tx = WAYS["compensate_delay"].tx
+    way = Way(tx, lambda k, state, params: {"worker_params": word(params)})
+    check(ONE, way, memory, steps=2)
 
 
 @pytest.mark.slow
@@ -110,7 +121,7 @@ def test_two_passes(loss, way, memory):
     ],
 )
 def test_without_layers(way, memory):
-    check(ONE, WAYS[way], memory, layers=(), rtol=2e-5)
+    check(ONE, WAYS[way], memory, compiled=True, layers=(), rtol=2e-5)
 
 
 @pytest.mark.slow
@@ -168,7 +179,7 @@ def test_the_order_in_which_gradients_are_known(wrap):
 def test_loops_for_tpu(loss, way, monkeypatch):
     """They carry the next layer, and write in the order of the gradients."""
     monkeypatch.setattr(compilers, "on_tpu", lambda special, _: special)
-    check(LOSSES[loss], WAYS[way], "both")
+    check(LOSSES[loss], WAYS[way], "both", compiled=True)
 
 
 def test_a_step_of_your_own():

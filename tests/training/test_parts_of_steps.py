@@ -37,6 +37,11 @@ def test_which_tables_may_have_rows():
     apply._check_tables(["a"], learning, both, ["value"])
     apply._check_tables((), learning, both, ["grad"])
     apply._check_tables(lambda path: True, learning, both, [])
+    there = {"a": W, "b": gx.on_host(W, min_size=1)}
+    apply._check_tables((), learning, there, [])
+    for tables in (["a"], lambda path: True):
+        with pytest.raises(ValueError, match=r"no tables .* those at \['b'\]\. Leave"):
+            apply._check_tables(tables, learning, there, [])
     with pytest.raises(TypeError, match="tables get row-sparse gradients, and this"):
         apply._check_tables(["a"], learning, both, ["grad"])
     with pytest.raises(ValueError, match="tables names 'b', which is not trainable"):

@@ -19,13 +19,20 @@ from jax.sharding import PartitionSpec as P
 import gradxform as gx
 from tests.conftest import half
 from tests.in_numpy import Program, is_key, named
-from tests.training.matrix_optimizers import ALL, at_once, fitted_at_once
+from tests.training.matrix_optimizers import (
+    ALL,
+    at_once,
+    fitted_at_once,
+    optimizer,
+    spd,
+)
 from tests.training.test_matrix_programs import LOOPS, NUMBERS, each, normed
 
 pytestmark = [pytest.mark.usefixtures("standard_promotion"), pytest.mark.every]
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 REAL = 4  # Bytes of a float32.
+PLACES = "sharding_constraint", "reshard"
 
 
 def drawn(shapes, seed):
@@ -39,9 +46,11 @@ class Trial:
     Attributes:
       program: the update of all devices.
       expected: that of one device.
+
+    On explicit axes its state lies where matrices are, or as parameters do.
     """
 
-    def __init__(self, inner, shapes, cuts, sizes, axis_type):
+    def __init__(self, inner, shapes, cuts, sizes, axis_type, is_there=True):
         names = ("x", "y", "z")[: len(sizes)]
         on = AbstractMesh(sizes, names, (axis_type,) * len(sizes))
         where = {k: NamedSharding(on, cut) for k, cut in cuts.items()}
@@ -54,8 +63,13 @@ class Trial:
         self.expected = Program(jax.make_jaxpr(inner.update)(plain, state, plain))
         with jax.sharding.use_abstract_mesh(on):
             if axis_type == EXPLICIT:
-                state = gx.abstract_state(tx, like)
+                state = gx.abstract_state(tx if is_there else inner, like)
             self.program = Program(jax.make_jaxpr(tx.update)(like, state, like))
+        if axis_type == EXPLICIT:
+            results = self.program.closed.out_avals
+            for x, y in zip(results, jax.tree.leaves((like, state)), strict=True):
+                specs = (*y.sharding.spec, *[None] * x.ndim)[: x.ndim]
+                assert x.sharding.spec == P(*specs)
         self._init = Program(jax.make_jaxpr(inner.init)(plain))
 
     def run(self, steps=1):
@@ -124,6 +138,30 @@ def sent(f, model):
     inner = optax.stateless(lambda u, _: f(each(normed, u)))
     trial = Trial(inner, shapes, dict.fromkeys(shapes, cut), (2, 2), axis_type)
     return trial.run()[0]
+
+
+def sketched(x):
+    """Its random numbers are as many as a device does not read as a whole."""
+    thin = jax.random.normal(jax.random.key(1), (x.shape[1], 8))
+    return x @ (thin @ thin.T) @ x.T @ x
+
+
+def test_groups_wait_for_each_other_and_make_their_random_numbers():
+    """Arrays of one group at a time are there; a group makes once what all read."""
+    shapes, cut, axis_type = MODELS["leaves"]
+    inner = optax.stateless(lambda u, _: each(sketched, u))
+    trial = Trial(inner, shapes, dict.fromkeys(shapes, cut), (2, 2), axis_type)
+    trial.run()
+    first, group, second, other = (
+        eqn
+        for eqn in trial.program.closed.eqns
+        if eqn.primitive.name in ("jit", "pjit", "optimization_barrier")
+    )
+    assert len(first.invars) == len(group.outvars) == 3
+    assert second.invars[1:] == group.outvars
+    # What is the same for all matrices, such as a key, is one operand.
+    assert len(group.invars) - 3 == len(other.invars) - 1 > 0
+    assert trial.program.ran["random_bits"] == 2
 
 
 def layout(rng):
@@ -253,12 +291,110 @@ def test_the_state_of_a_stack_does_not_travel(name, axis_type):
     assert trial.run(3) == [[(8 * 8 * 16 * REAL // 4, 4)] * 2] * 3
 
 
+def preconditioned():
+    """Its state is a momentum and a factor."""
+
+    def update(g, leaf, p, count, key):
+        momentum, factor = leaf
+        momentum, factor = 0.9 * momentum + g, factor + g @ g.T
+        return factor @ momentum, (momentum, factor)
+
+    return optimizer(lambda p: (jnp.zeros_like(p), spd(len(p))), update)
+
+
+ON_AUTO, ON_EXPLICIT, ON_EACH = (
+    AbstractMesh((2, 2), ("x", "y"), kinds)
+    for kinds in ((AUTO, AUTO), (EXPLICIT, EXPLICIT), (EXPLICIT, AUTO))
+)
+NO_MESH = AbstractMesh((), ())
+# Where parameters lie, which mesh is set, whether the user says where they lie; what
+# places the state.
+INITS = {
+    "automatic": (ON_AUTO, ON_AUTO, True, "sharding_constraint"),
+    "automatic, not set": (ON_AUTO, NO_MESH, True, "sharding_constraint"),
+    "automatic, not said": (ON_AUTO, ON_AUTO, False, None),
+    "elsewhere": (NO_MESH, NO_MESH, True, None),
+    "explicit": (ON_EXPLICIT, ON_EXPLICIT, False, "reshard"),
+    "explicit, not set": (ON_EXPLICIT, NO_MESH, False, None),
+    "an axis of each kind": (ON_EACH, ON_EACH, True, None),
+}
+
+
+@pytest.mark.parametrize("name", INITS)
+def test_init_places_what_lies_where_its_matrices_are(name):
+    """It has the same numbers, in the same order."""
+    mesh, context, is_said, place = INITS[name]
+    x = jax.ShapeDtypeStruct((8, 6, 4), np.float32)
+    there = NamedSharding(ON_AUTO if mesh.empty else mesh, P(None, "x", "y"))
+    where = {"w": there, "b": NamedSharding(there.mesh, P())}
+    params = {"w": x, "b": jax.ShapeDtypeStruct((5,), np.float32)}
+    params = {
+        k: p if mesh.empty else p.update(sharding=where[k]) for k, p in params.items()
+    }
+    inner = preconditioned()
+    tx = gx.whole_matrices(inner, where if is_said else None)
+    with jax.sharding.use_abstract_mesh(context):
+        program = Program(jax.make_jaxpr(tx.init)(params))
+    found = [eqn for eqn in program.closed.eqns if eqn.primitive.name in PLACES]
+    expected = [place] * 2 if place else []
+    assert [eqn.primitive.name for eqn in found] == expected
+    for eqn, shape in zip(found, [(8, 6, 4), (8, 6, 6)], strict=bool(place)):
+        aval = eqn.outvars[0].aval
+        there = eqn.params.get("sharding") or aval.sharding
+        assert (aval.shape, there.spec) == (shape, P(("x", "y"), None, None))
+    numbers = {k: np.ones(p.shape, np.float32) for k, p in params.items()}
+    wanted = Program(jax.make_jaxpr(inner.init)(numbers))(numbers)
+    for x, y in zip(program(numbers), wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_types_of_results_that_are_no_leaves():
+    """They are cut as what they are made of. A number of no mesh stays outside."""
+
+    def update(updates, state, params=None):
+        a, b = updates["a"], updates["b"]
+        made = {"a": a @ a.T @ a, "c": 2 * b}
+        return made, (state + 1, b @ b.T, 3 * a)
+
+    inner = optax.GradientTransformation(lambda _: np.int32(0), update)
+    cuts = {"a": P("x", "y"), "b": P("y")}
+    like = {
+        k: jax.ShapeDtypeStruct(
+            (8, 8), np.float32, sharding=NamedSharding(ON_EXPLICIT, cut)
+        )
+        for k, cut in cuts.items()
+    }
+    with jax.sharding.use_abstract_mesh(ON_EXPLICIT):
+        count = jax.ShapeDtypeStruct((), np.int32)
+        closed = jax.make_jaxpr(gx.whole_matrices(inner).update)(like, count)
+    program, args = Program(closed), (drawn({"a": (8, 8), "b": (8, 8)}, 0), np.int32(3))
+    made = [x.sharding.spec for x in closed.out_avals]
+    assert [made[0], made[1], made[4]] == [cuts["a"], P("y", None), cuts["a"]]
+    assert all(x.sharding.mesh.empty == (not x.shape) for x in closed.out_avals)
+    a, b = (args[0][k].astype(float) for k in "ab")
+    wanted = [a @ a.T @ a, 2 * b, 4, b @ b.T, 3 * a]
+    for x, y in zip(program(*args), wanted, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.figures
+def test_a_state_that_lies_as_its_parameters_travels():
+    """Types say where it lies. There go gradients, momenta and factors.
+
+    Of a factor each device sends half of its copy, and gives both copies back.
+    """
+    trial = Trial(preconditioned(), *STACK, EXPLICIT, is_there=False)
+    of_matrix, of_factor = (8 * 8 * n * REAL // 4 for n in (16, 8))
+    sent = (2 * of_matrix + of_factor, 4), (of_matrix + 2 * of_factor, 4)
+    assert trial.run(2) == [[*sent]] * 2
+
+
 def traced_inside(f, cut, sizes, names):
     """An update inside of a ``shard_map`` over some mesh axes."""
     on = AbstractMesh(sizes, ("x", "y")[: len(sizes)], (AUTO,) * len(sizes))
-    tx = gx.whole_matrices(optax.stateless(lambda u, _: f(u)))
+    tx = gx.whole_matrices(optax.stateless(lambda u, _: {"g": f(u["g"])}))
     inside = jax.shard_map(
-        lambda g: tx.update(g, optax.EmptyState())[0],
+        lambda g: tx.update({"g": g}, tx.init({"g": g}))[0]["g"],
         **{"mesh": on, "in_specs": cut, "out_specs": cut, "axis_names": {*names}},
     )
     return jax.make_jaxpr(jax.jit(inside))(np.ones((8, 16), np.float32))
@@ -273,6 +409,7 @@ WHOLE = {
     "all": (product, P(), (4,), "x"),
     "all of both axes": (product, P(), (2, 2), "xy"),
     "beside an axis of one device": (product, P(), (2, 1), "x"),
+    "on one device": (product, P("x"), (1,), "x"),
     "a part, without a product": (jnp.abs, P("x"), (4,), "x"),
 }
 

@@ -1,10 +1,14 @@
 """Codes of 8 bits and their blocks, against the words of the docstring in NumPy."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
 from gradxform._transforms import low_bit_state
@@ -80,6 +84,7 @@ def arrays():
     x = rng.normal(size=(20, 3)).astype("f4")
     x[:7] = np.abs(x[:7])  # A block without a negative entry,
     x[2, 0] = x[3, 1] = 1e-30  # with one that is nearly 0,
+    x[5, 0] = 0
     x[:, 2] = 0  # and one with nothing else.
     return {
         "first": (x, 0, 3),
@@ -167,6 +172,61 @@ def test_arguments():
         gx.low_bit_state(optax.trace(0.9), keep=["trace/c"]).init(params)
     with pytest.raises(TypeError, match=r"state is not that of tx: .*LowBitState"):
         tx.update(params, state.inner_state)
+
+
+def test_without_parameters_there_is_one_scale():
+    tx = gx.low_bit_state(optax.trace(0.9), min_size=1)
+    state = tx.init({})
+    assert jnp.shape(state.scales) == ()
+    updates, after = tx.update({}, state, {})
+    assert updates == {}
+    assert after.scales is state.scales
+
+
+def test_scales_lie_where_their_blocks_do_if_the_devices_divide_these():
+    axes = (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=axes)
+    tx = gx.low_bit_state(optax.trace(0.9), min_size=1)
+    rows = P("x", None)
+    for length, spec, blocks, wanted in (
+        (1024, rows, 8, rows),
+        (200, rows, 2, P(None, None)),
+        (200, P("y", "x"), 2, P("y", "x")),
+        (1024, P(("x", "y"), None), 8, P(("x", "y"), None)),
+    ):
+        there = NamedSharding(mesh, spec)
+        w = jax.ShapeDtypeStruct((length, 8), jnp.float32, sharding=there)
+        with jax.set_mesh(mesh):
+            scales, codes = jax.make_jaxpr(tx.init)(w).out_avals
+        assert (scales.shape, scales.sharding.spec) == ((blocks, 8), wanted)
+        assert (codes.shape, codes.sharding.spec) == ((length, 8), spec)
+    # Each device makes its own layers of a stack, or a part of each layer.
+    for spec, scans in ((P("x", None, None), 0), (P(None, "x", None), 1)):
+        there = NamedSharding(mesh, spec)
+        w = jax.ShapeDtypeStruct((4, 512, 8), jnp.float32, sharding=there)
+        with jax.set_mesh(mesh):
+            program = jax.make_jaxpr(tx.init)(w)
+        assert str(program).count("= scan[") == scans
+
+
+def test_a_new_state_of_one_number_is_not_encoded_but_on_cpu():
+    """Unless platforms round it differently."""
+
+    def init(value):
+        made = optax.GradientTransformation(
+            lambda params: jax.tree.map(lambda p: jnp.full_like(p, value), params),
+            optax.identity().update,
+        )
+        return gx.low_bit_state(made, min_size=8).init
+
+    for shape in ((64, 8), (3, 64), (3, 64, 8)):
+        w = jax.ShapeDtypeStruct(shape, jnp.float32)
+        for value, number in ((0.0, 1), (0.1, 1), (1e-35, 0)):
+            program = str(jax.make_jaxpr(init(value))(w))
+            constants = re.findall(r":i8\[[\d,]*\] = broadcast_in_dim", program)
+            assert len(constants) == number
+            # A stack is made layer by layer.
+            assert program.count("= scan[") == (len(shape) == 3)
 
 
 def test_a_leaf_that_inner_makes_wider_keeps_its_dtype():

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._jax import jaxprs
 
 SGD = optax.sgd(0.1)
 
@@ -43,6 +44,98 @@ def test_ftrl_with_another_power_starts_from_any_sum(start):
     n = start + g**2
     z = g - (n**0.7 - start**0.7) / 0.5 * w
     np.testing.assert_allclose(new, -z / (n**0.7 / 0.5), rtol=2e-6, atol=1e-6)
+
+
+ALIGNED = gx.contrib.MomentumAlignment
+# Made with all of their numbers, each given to a function.
+NUMBERS = {
+    "adagrad": lambda x: gx.adagrad(x(0.1), x(0.1), x(0.1), clipnorm=x(0.1)),
+    "clip": lambda x: gx.clip_by_global_norm(x(0.1)),
+    "clip_by_norm": lambda x: gx.clip_by_norm(x(0.1)),
+    "clip_by_zscore": lambda x: gx.contrib.clip_by_zscore(
+        threshold=x(2.0), decay=x(0.5)
+    ),
+    "compensate_delay": lambda x: gx.compensate_delay(x(0.1)),
+    "delayed_nesterov": lambda x: gx.contrib.delayed_nesterov(
+        x(0.1), x(0.5), num_delay=2, activation=x(0.1)
+    ),
+    "ftrl": lambda x: gx.ftrl(x(0.1), x(-0.7), *map(x, [0.1] * 5), clipvalue=x(0.1)),
+    "heloco": lambda x: gx.contrib.momentum_look_ahead(
+        x(0.1), x(0.5), alignment=ALIGNED(*map(x, ALIGNED()))
+    ),
+    "novograd": lambda x: gx.novograd(
+        *map(x, [0.1] * 5), grad_averaging=True, nesterov=True, global_clipnorm=x(0.1)
+    ),
+    "novograd, rate inside": lambda x: gx.novograd(x(0.1), lr_in_momentum=True),
+    "proximal_adagrad": lambda x: gx.proximal_adagrad(*map(x, [0.1] * 4)),
+    "scale_by_staleness": lambda x: gx.scale_by_staleness(x(0.5)),
+    "scale_by_staleness, weight": lambda x: gx.scale_by_staleness(
+        weight=lambda s: x(0.5)
+    ),
+}
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_in_float64_keeps_the_dtypes_of_a_step_in_float32(name):
+    params = {"w": jax.ShapeDtypeStruct((4, 2), jnp.float32)}
+    extra = {"worker_params": params} if name == "compensate_delay" else {}
+
+    def step(number, params, extra):
+        """The state before and after a step, and the updates."""
+        tx = NUMBERS[name](lambda x: x + number)
+        state = tx.init(params)
+        more = {"staleness": 3} if "staleness" in name else extra
+        return state, *tx.update(params, state, params, **more)
+
+    with jax.enable_x64():
+        number = jax.ShapeDtypeStruct((), jnp.float64)
+        before, updates, after = jax.eval_shape(step, number, params, extra)
+    assert updates == params
+    assert after == before
+
+
+RATE = gx.scale_by_learning_rate(0.1)
+AHEAD = gx.contrib.scale_by_momentum_look_ahead
+LATE = functools.partial(gx.contrib.scale_by_delayed_nesterov, num_delay=2)
+# What one step ties for the compiler for CPU: an array alone, so that nobody computes
+# it again or shares a part of it, or one behind another, in whose place it is written.
+TIED = {
+    "master_weights": (gx.master_weights(RATE), "bfloat16", "1122"),
+    "ftrl": (gx.ftrl(0.1), "float32", "112"),
+    "proximal_adagrad": (gx.proximal_adagrad(0.1), "float32", "1"),
+    "novograd": (gx.scale_by_novograd(), "float32", "12"),
+    "adagrad": (gx.scale_by_adagrad(), "float32", ""),
+    "rows": (gx.scale_by_adagrad(row_wise=True), "float32", "11"),
+    "clip": (gx.clip_by_global_norm(1.0), "bfloat16", "1112"),
+    "clip in float32": (gx.clip_by_global_norm(1.0), "float32", "11"),
+    "norms": (gx.measure_norms(), "float32", "11"),
+    "momentum": (AHEAD(mu_dtype="bfloat16"), "bfloat16", "1"),
+    "momentum in float32": (AHEAD(), "float32", ""),
+    "late momentum": (LATE(mu_dtype="bfloat16"), "bfloat16", "1"),
+    "8 bits": (gx.low_bit_state(AHEAD(), min_size=8), "float32", "1"),
+    "random": (gx.round_stochastically(0), "bfloat16", ""),
+}
+
+
+def tied(tx, params):
+    state = jax.eval_shape(tx.init, params)
+    program = jax.make_jaxpr(tx.update)(params, state, params)
+    barriers = jaxprs.anywhere(program.jaxpr, "optimization_barrier")
+    return "".join(sorted(str(len(eqn.invars)) for eqn in barriers))
+
+
+@pytest.mark.every
+@pytest.mark.parametrize("name", TIED)
+def test_a_step_ties_what_would_be_computed_or_kept_twice(name):
+    tx, dtype, wanted = TIED[name]
+    assert tied(tx, {"w": jax.ShapeDtypeStruct((8, 128), dtype)}) == wanted
+
+
+def test_a_second_parameter_waits_for_the_residual_of_the_first():
+    """Each of them needs temporary memory."""
+    w = jax.ShapeDtypeStruct((8, 128), "bfloat16")
+    assert tied(gx.master_weights(RATE), {"a": w, "b": w}) == "11122222"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import gradxform as gx
-from tests import oracles
+from tests import in_numpy, oracles
 from tests.descriptors import KEPT, factory
 
 SHAPES = {"k": (2, 3, 2), "b": (3,), "s": (), "frozen": (2, 2)}
@@ -113,7 +113,7 @@ RULES = [
 def test_parameters_and_state_are_those_of_the_formula(name, options):
     options = {"learning_rate": 0.1} | options
     tx = factory(name)(**options)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    step = in_numpy.jit(functools.partial(gx.apply_gradients, tx))
     for of in SEQUENCES.values():
         params = jax.tree.map(np.float32, initial_params())
         state, grads = tx.init(params), list(sequence(1, **of))
@@ -180,7 +180,7 @@ def test_options_of_many_formulas_in_one_program():
     start = of(initial_params())
     grads = [of(g) for g in sequence(1, steps=4)]
 
-    @jax.jit
+    @in_numpy.jit
     def run(params, grads):
         def step(carried, g):
             new = {k: gx.apply_gradients(tx, g, *carried[k]) for k, tx in made.items()}
@@ -249,7 +249,7 @@ def test_stacked_layers_equal_unstacked_ones(options, stacked_axes):
     expected = oracles.novograd(unstack(params), map(unstack, grads), 0.1, **options)
     tx = gx.novograd(0.1, stacked_axes=stacked_axes, **options)
     params = jax.tree.map(jnp.asarray, params)
-    step = jax.jit(functools.partial(gx.apply_gradients, tx))
+    step = in_numpy.jit(functools.partial(gx.apply_gradients, tx))
     # They start with their first gradient, whenever it comes.
     _, state = tx.update({"w": None, "v": None}, tx.init(params), params)
     for g, (p, _, nu) in zip(grads, expected, strict=True):
@@ -339,7 +339,7 @@ def test_nu_starts_with_the_first_gradient_of_a_layer(init, zeros):
     expected = [nu for *_, nu in oracles.novograd(params, iter(grads), 0.1)]
     tx = gx.novograd(0.1)
     start = jax.tree.map(jnp.float32, {"early": params, "late": params})
-    state, update = init(tx.init)(start), jax.jit(tx.update)
+    state, update = init(tx.init)(start), in_numpy.jit(tx.update)
     nothing = jax.tree.map(lambda _: None, params)
     for t in range(3 + len(grads)):
         late = nothing if t < 3 else grads[t - 3]
@@ -352,7 +352,7 @@ def test_nu_starts_with_the_first_gradient_of_a_layer(init, zeros):
 def test_a_row_without_entries_has_no_square():
     params = {"table": jnp.ones((3, 0)), "nothing": jnp.ones((0, 3))}
     tx = gx.adagrad(0.1, row_wise=True, global_clipnorm=1.0)
-    updates, state = jax.jit(tx.update)(params, tx.init(params))
+    updates, state = in_numpy.jit(tx.update)(params, tx.init(params))
     assert jax.tree.map(jnp.shape, updates) == jax.tree.map(jnp.shape, params)
     sums = optax.tree.get(state, "sum_of_squares")
     np.testing.assert_array_equal(sums["table"], np.float32([0.1, 0.1, 0.1]))
@@ -410,7 +410,7 @@ def test_numbers_that_inject_hyperparams_made_complex(name):
     plain, injected = make(**numbers), optax.inject_hyperparams(make)(**numbers)
     state, expected_state = injected.init(params), plain.init(params)
     assert state.hyperparams[next(iter(numbers))].dtype == jnp.complex64
-    update = jax.jit(injected.update)
+    update = in_numpy.jit(injected.update)
     for _ in range(2):
         updates, state = update(grads, state, params, **extra)
         expected, expected_state = plain.update(grads, expected_state, params, **extra)
@@ -504,7 +504,7 @@ def test_a_number_that_misses_its_end_by_a_rounding_is_that_end(number):
     params, *grads = ({k: x[k] for k in ("b", "k")} for x in sequence(1, steps=4))
     wanted = getattr(oracles, name)
     wanted = list(wanted(params, grads, 0.1, **rest | {argument: end}))
-    wrap = (lambda f: f) if number % 2 else jax.jit  # They take turns.
+    wrap = (lambda f: f) if number % 2 else in_numpy.jit  # They take turns.
     outer = tx if number % 2 else gx.accumulate(tx, 1)
     step = wrap(functools.partial(gx.apply_gradients, outer))
     got = jax.tree.map(jnp.float32, params)
@@ -549,7 +549,7 @@ def test_parameters_stay_where_a_rate_has_ended(name, rate, way):
     tx = make(rate) if way == "plain" else optax.inject_hyperparams(make)(rate)
     tx = gx.accumulate(tx, 1) if way == "in a sum" else tx
     step = functools.partial(gx.apply_gradients, tx)
-    step = step if way == "injected" else jax.jit(step)
+    step = step if way == "injected" else in_numpy.jit(step)
     got, expected = jax.tree.map(jnp.float32, params), params
     state = tx.init(got)
     for t, g in enumerate(grads):

@@ -234,7 +234,9 @@ def test_a_rate_that_has_no_meaning_is_never_silent(make):
         assert np.isnan(jax.jit(update)(rate)).all()
         with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\)"):
             update(rate)
-    assert np.isfinite(update(2)).all()  # An integer.
+    with pytest.raises(ValueError, match=r"learning_rate must be in \[0, inf\)"):
+        jax.eval_shape(lambda: update(-1))  # An integer, known while JAX traces.
+    assert np.isfinite(update(2)).all()
     np.testing.assert_array_equal(jax.jit(update)(2), jax.jit(update)(2.0))
 
 

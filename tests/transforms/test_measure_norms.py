@@ -3,6 +3,7 @@
 import functools
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -85,6 +86,14 @@ def test_repeated_rows_are_summed_before(axes):
         wanted = length(grads.densify(), axes)
         np.testing.assert_allclose(state.norms, wanted, rtol=1e-6)
         grads = gx.IndexedSlices([1, 1], rows[:2], (5, 3))  # Others are zero now.
+
+
+def test_the_norms_of_a_stack_in_a_box_of_linen_have_none():
+    """Its names are those of all axes of the parameter."""
+    params = {"w": nn.Partitioned(jnp.ones((2, 3)), ("x", "y"))}
+    for axes, shape in ((None, ()), (1, (2,)), ({"w": 2}, (2, 3))):
+        state = jax.eval_shape(gx.measure_norms(stacked_axes=axes).init, params)
+        assert state.norms == {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}
 
 
 def test_several_in_a_chain_have_their_own_and_each_is_found():
