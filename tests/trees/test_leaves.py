@@ -312,12 +312,11 @@ def test_a_value_of_many_entries_is_refused():
         pytest.raises, ValueError, match=r"^config has more than 100,000 entries, if ea"
     )
     row = [2.0] * 300
-    for few in (0, 99, 100):
+    for few in (99, 100):
         rest = "x" * few
         for rows in ([row] * 330, [{"k": row, rest: 1}] * 310, (tuple(row),) * 330):
             value = [*rows, rest, "y" * 100]
             filled = [*value, *[1] * (100_000 - entries(value))]
-            assert entries(filled) == 100_000
             nested.check_small("config", filled)
             with refused():
                 nested.check_small("config", [*filled, 1])
