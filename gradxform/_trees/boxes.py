@@ -19,11 +19,7 @@ def unboxed(params: PyTree[T]) -> PyTree[T]:
     State with fewer axes than its parameter must not inherit the box: Flax would shard
     it by the names of axes that it does not have.
     """
-
-    def content(node: PyTree[T]) -> PyTree[T]:
-        return _content(node) if isinstance(node, _boxes()) else node
-
-    return jax.tree.map(content, params, is_leaf=lambda x: isinstance(x, _boxes()))
+    return jax.tree.map(_content, params, is_leaf=lambda x: isinstance(x, _boxes()))
 
 
 def boxed(params: optax.Params, state: PyTree[T]) -> PyTree[T]:
@@ -48,6 +44,7 @@ def _boxes() -> tuple[type, ...]:
 
 
 def _content(box: PyTree[T]) -> T:
+    """What is in a box; of a leaf the leaf itself."""
     content: T = jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
     return content
 

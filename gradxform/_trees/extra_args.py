@@ -81,8 +81,8 @@ def with_any_extra_args(
         **extra: object,
     ) -> tuple[optax.Updates, optax.OptState]:
         accepted = accepted_kwargs(tx, extra)
-        ignored = extra.keys() - accepted.keys()
-        _check_ignored(tx, state, [k for k in ignored if extra[k] is not None])
+        given = (k for k, x in extra.items() if x is not None)
+        _check_ignored(tx, state, [k for k in given if k not in accepted])
         return tx.update(updates, state, params, **accepted)
 
     vars(update)["words"] = words_of(tx)

@@ -138,6 +138,23 @@ def test_a_push_enters_the_row_of_its_worker_and_a_mean(newest_only, dtype, kept
     assert (table["c"], table["d"]) == (None, MASKED)
 
 
+def test_means_that_wait_for_a_gradient_of_their_leaf():
+    """The second leaf has one now; the first had one in this sum, or had none."""
+    state = gx.worker_mean(SGD, 2, method="all").init({"a": W, "b": W})
+    state = state._replace(present=np.array([True, False]), carried=np.int32([2, 5]))
+    grads = {"a": None, "b": W}
+    for before, accepted, full, present, carried in (
+        ([0, 0], True, False, [False, True], [2, 5]),
+        ([1, 0], True, False, [True, True], [2, 5]),
+        ([0, 3], True, True, [True, True], [3, 0]),
+        ([0, 0], True, True, [False, True], [2, 0]),
+        ([1, 0], False, False, [True, False], [2, 5]),
+    ):
+        flags = jnp.bool(accepted), jnp.bool(full), np.int32(before)
+        new = worker_mean._with_waiting(grads, state, *flags)
+        assert (new.present.tolist(), new.carried.tolist()) == (present, carried)
+
+
 def test_each_leaf_without_a_gradient_is_none():
     params = {"a": W, "b": {"c": W, "d": MASKED}, "e": MASKED}
     float0 = np.zeros(2, jax.dtypes.float0)

@@ -278,10 +278,61 @@ def test_boxes_that_name_the_axes_of_an_array():
         assert boxes.as_in(params, tree) is tree
 
 
+def nest(depth):
+    value = 1
+    for n in range(depth):
+        value = [value] if n % 2 else {"a": value}
+    return value
+
+
+def entries(value):
+    """How many a value has, if each alias is written out."""
+    if isinstance(value, str):
+        return 1 + len(value) // 100
+    if isinstance(value, dict):
+        value = [x for pair in value.items() for x in pair]
+    return 1 + sum(map(entries, value)) if isinstance(value, list | tuple) else 1
+
+
+class Config:
+    """As that of ml_collections, which is no Mapping."""
+
+    def __init__(self, **values):
+        self.to_dict = lambda: values
+
+
 def test_nested_values_have_an_end():
-    nested.check_small("config", {"a": [1, (2, {"b": 3})]})
-    deep = []
-    for _ in range(200):
-        deep = [deep]
-    with pytest.raises(ValueError, match="config"):
-        nested.check_small("config", deep)
+    nested.check_small("config", nest(100))
+    with pytest.raises(ValueError, match=r"^config is nested more than 100 deep\.$"):
+        nested.check_small("config", nest(101))
+
+
+def test_a_value_of_many_entries_is_refused():
+    refused = functools.partial(
+        pytest.raises, ValueError, match=r"^config has more than 100,000 entries, if ea"
+    )
+    row = [2.0] * 300
+    for few in (99, 100):
+        rest = "x" * few
+        for rows in ([row] * 330, [{"k": row, rest: 1}] * 310, (tuple(row),) * 330):
+            value = [*rows, rest, "y" * 100]
+            filled = [*value, *[1] * (100_000 - entries(value))]
+            nested.check_small("config", filled)
+            with refused():
+                nested.check_small("config", [*filled, 1])
+            with refused():
+                nested.check_small("config", Config(a=filled))
+    nested.check_small("config", Config(a=[row] * 300))
+
+
+def test_a_repeated_value_is_looked_at_once():
+    class Row(list):
+        count = 0
+
+        def __iter__(self):
+            self.count += 1
+            return super().__iter__()
+
+    row = Row([1, 2])
+    nested.check_small("config", [row] * 50)
+    assert row.count == 1

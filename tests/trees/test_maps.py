@@ -15,6 +15,7 @@ import pytest
 
 import gradxform as gx
 from benchmarks.models import size
+from gradxform._jax import jaxprs
 from gradxform._rows import boundary
 from gradxform._trees import maps
 from tests.conftest import half
@@ -106,6 +107,18 @@ def test_rows_are_written_into_an_array_of_numpy():
             lambda keeps=keeps: boundary.scatter_rows(grads, table, new, keeps)
         )
         assert written.shape == table.shape
+
+
+def test_the_compiler_knows_that_rows_ascend_and_are_unique():
+    table, new = jnp.zeros((5, 3)), jnp.ones((2, 3))
+    grads = gx.IndexedSlices([1, 4], new, (5, 3))
+    for f, name in (
+        (lambda: boundary.scatter_rows(grads, table, new), "scatter"),
+        (lambda: boundary.gather_rows(grads, table), "gather"),
+    ):
+        (eqn,) = jaxprs.anywhere(jax.make_jaxpr(f)().jaxpr, name)
+        assert eqn.params["indices_are_sorted"]
+        assert eqn.params["unique_indices"]
 
 
 @pytest.mark.parametrize("rate", [np.uint8(2), jnp.uint4(2), jnp.uint32(2), 2, 2.0])

@@ -183,14 +183,16 @@ def test_axes_of_length_1():
     assert arithmetic.expand(jnp.ones((2, 3)), jnp.ones((2, 3))).shape == (2, 3)
 
 
-STEPS = [0, 1, 5, INT.max - 1, INT.max]
+LARGE = 2**24  # As float32 it is its successor, too.
+STEPS = [0, 1, 5, LARGE + 1, INT.max - 1, INT.max]
 EARLIER = [INT.min, -1, *STEPS]
 
 
 def test_how_late_a_gradient_is():
     pairs = np.array([*itertools.product(STEPS, EARLIER)], np.int32)
     both = np.array([*itertools.product(STEPS, STEPS)], np.int32)
-    bounds = [0, 1, 5, 2**40, math.inf, np.float32(1), jnp.int32(1), jnp.float32(0.5)]
+    bounds = [0, 1, 5, 2**40, math.inf, np.float32(1), jnp.int32(1), jnp.bfloat16(0.5)]
+    bounds += [LARGE, jnp.int32(LARGE)]
     late, fresh_ones = jax.jit(
         lambda pairs, both: (
             lateness.staleness(*pairs),
@@ -218,7 +220,7 @@ def test_bounds_of_staleness():
     for wrong in (1.0, 0.5, np.float32(2)):
         with pytest.raises(TypeError, match="max_staleness must be an integer scalar"):
             lateness.checked_bound(wrong)
-    jax.make_jaxpr(lateness.checked_bound)(1.5)
+    assert " round" in str(jax.make_jaxpr(lateness.checked_bound)(1.5))
 
 
 def test_factors_by_staleness():
@@ -231,12 +233,15 @@ def test_factors_by_staleness():
     for wrong, error in ((-1, ValueError), (math.inf, ValueError), ([1.0], TypeError)):
         with pytest.raises(error, match=r"^weight\(staleness\) must be"):
             lateness.factor(lambda s, wrong=wrong: wrong, step)
+    with pytest.raises(TypeError, match=r"^weight\(staleness\) must be a real scalar"):
+        jax.make_jaxpr(lambda s: lateness.factor(lambda s: s + jnp.ones(2), s))(1.0)
 
 
 def test_rows_of_workers():
     for worker in (0, 2, np.int64(1), jnp.int8(2)):
         is_one, row = workers.row_of("mean", worker, 3)
         assert (bool(is_one), int(row)) == (True, int(worker))
+        assert row.dtype == jnp.int32
     for worker, row in ((-1, 0), (3, 2), (INT.max, 2)):
         is_one, found = workers.row_of("mean", jnp.int32(worker), 3)
         assert (bool(is_one), int(found)) == (False, row)
