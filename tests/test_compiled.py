@@ -404,6 +404,7 @@ GUARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GUARDS)
 def test_guards_need_what_the_page_says(name):
     tx, given, inside = GUARDS[name]

@@ -315,6 +315,7 @@ def skip_if_wide(row):
         pytest.skip("in half precision it is another step: test_half_precision.py")
 
 
+@pytest.mark.slow
 @in_turn(3)
 def test_eager_equals_jit(row, compiled):
     with jax.enable_x64(True):
@@ -633,6 +634,7 @@ def cleared(state):
     return jax.tree.map(clear, state, is_leaf=is_sum)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_case("adagrad")
 @in_turn(2)
 def test_half_precision_is_single_precision_rounded(row, compiled):
@@ -872,6 +874,7 @@ def test_a_gradient_without_rows_changes_no_row(row):
         assert new.shape != (4, 3) or np.array_equal(new, old)
 
 
+@pytest.mark.slow
 def test_a_tree_without_leaves(row):
     tx = row.make()
     state = tx.init({})
@@ -898,6 +901,7 @@ def test_a_gradient_of_another_shape_is_named(row):
         jax.eval_shape(update, missing, state, params)
 
 
+@pytest.mark.slow
 def test_params_and_gradients_may_be_plain_numbers(row, compiled):
     """They may be arrays of NumPy, too."""
     tx = row.make()

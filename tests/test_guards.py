@@ -50,6 +50,7 @@ def test_two_clips(alias, clips):
         alias(0.1, **clips)
 
 
+@pytest.mark.slow
 def test_weight_decay_that_is_injected():
     make = optax.inject_hyperparams(gx.novograd)
     tx = make(0.1)

@@ -305,6 +305,7 @@ def federated_equals(case, tx, atol):
             np.testing.assert_allclose(params[leaf], value, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "number", "gate"),
     half(

@@ -264,6 +264,7 @@ def test_the_last_worker_is_the_straggler():
     np.testing.assert_allclose(np.std(np.log(drawn), 1), [0.25] * 3, rtol=0.05)
 
 
+@pytest.mark.slow
 def test_the_rate_rises_for_a_tenth_and_falls_to_zero(monkeypatch):
     rates = []
     follow = lambda rate: rates.append(rate) or optax.identity()  # noqa: E731

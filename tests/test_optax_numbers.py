@@ -79,6 +79,7 @@ def test_adagrads_sum_goes_on_growing_under_bfloat16_params():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Casting from complex to real dtypes")
 def test_the_imaginary_parts_of_micro_batches_are_added_up():
     def after_two(tx):

@@ -121,6 +121,7 @@ def test_a_row_has_the_rates_of_tensorflow(case):
     assert others == ROUNDED.get((option(case), case["decay_steps"]), set())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_an_optimizer_counts_as_the_global_step_of_tensorflow():
     """The first update has the rate of step 0."""
@@ -177,6 +178,7 @@ def reader(case, params):
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize("row", [row for row in FROM_CHECKPOINT if row != "`w`"])
 def test_a_training_goes_on_from_a_checkpoint_of_tensorflow(row):

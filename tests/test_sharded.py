@@ -215,6 +215,7 @@ def rows_in(mode, factory):
     return {name: row for name, row in FACTORIES[factory].items() if has(row)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("factory", "mode"), MODES)
 def test_every_row_agrees_with_one_device(factory, mode):
     rows = rows_in(mode, factory)
@@ -359,6 +360,7 @@ def test_specs_say_whether_layers_or_their_entries_are_sharded(clip, check_vma):
         )
 
 
+@pytest.mark.slow
 def test_pmap():
     """pmap does not track what varies, so the specs say it."""
     grads = {"sharded": draw(0)["rows"], "everywhere": draw(0)["all"]}

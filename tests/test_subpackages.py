@@ -76,6 +76,7 @@ def test_the_public_engines_are_those_of_two_subpackages():
     assert {*public} == {"engines", "_ray", "_server"}
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_by_way_of_others():
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path

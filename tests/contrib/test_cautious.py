@@ -77,6 +77,7 @@ def test_the_mean_is_at_least_a_thousandth(size):
     assert np.count_nonzero(got) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("u", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("g", [np.nan, np.inf, -np.inf, 1.0])
 def test_what_is_not_finite_is_not_lost(u, g):

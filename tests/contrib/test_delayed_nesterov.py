@@ -67,6 +67,7 @@ def test_the_largest_activation_in_any_precision(dtype, num_delay):
         gx.contrib.delayed_nesterov(0.1, num_delay=num_delay, activation=above)
 
 
+@pytest.mark.slow
 def test_the_largest_activation_under_inject_hyperparams():
     injected = optax.inject_hyperparams(gx.contrib.delayed_nesterov)
     for dtype in ("float32", "bfloat16"):

@@ -66,6 +66,7 @@ def test_gradients_of_one_direction_and_of_the_opposite():
         assert -1 <= state.cosine <= 1
 
 
+@pytest.mark.slow
 def test_a_leaf_without_gradient_counts_for_nothing_and_keeps_its_own():
     tx = gx.contrib.measure_cosine()
     a, b, c = draw(0), draw(1), draw(2)

@@ -117,6 +117,7 @@ def test_runs_beside_each_other_save_themselves(tmp_path, caplog):
         assert bits(again[1]) == bits(state)
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_process_on_one_folder(engine, tmp_path, impatient):
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "run")
@@ -379,6 +380,7 @@ def push(server, times):
         server.push(jax.tree.map(jnp.ones_like, params), step, push_id=(0, step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("resumed", [False, True])
 def test_a_server_that_has_died_does_not_begin_anew(change, resumed, tmp_path):
@@ -406,6 +408,7 @@ def test_a_server_that_has_died_does_not_begin_anew(change, resumed, tmp_path):
         server.begin()
 
 
+@pytest.mark.slow
 def test_a_server_that_has_died_goes_on_in_its_folder(tmp_path):
     link = tmp_path / "link"
     (tmp_path / "run").mkdir()
@@ -671,6 +674,7 @@ def test_half_of_a_deleted_checkpoint_is_not_taken_for_all_of_it(saved, tmp_path
 # Links.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [folder.LOCK, folder.OWNER, f"{folder.OWNER}.tmp"])
 @pytest.mark.parametrize("kind", ["link", "hard link", "link to nothing", "folder"])
 def test_no_file_outside_of_the_folder_changes(name, kind, tmp_path):

@@ -89,6 +89,7 @@ def test_a_run_that_is_through_stays_as_it_is(engine, tmp_path):
     assert_in_order(pushes + more)
 
 
+@pytest.mark.slow
 def test_orbax_alone_can_read_it(tmp_path):
     _, state, _ = ended(engines.simulated, training(20), checkpoint=tmp_path)
     with ocp.CheckpointManager(tmp_path) as manager:
@@ -110,6 +111,7 @@ def test_an_answer_from_memory_changes_nothing_that_is_saved(tmp_path):
     assert answers == [[worker, 0, worker] for worker in range(3)]
 
 
+@pytest.mark.slow
 def test_no_checkpoint_follows_the_last_save(tmp_path):
     # Engines close their server right after it, so the test asks the server itself.
     job = training(9)
@@ -194,6 +196,7 @@ def test_a_run_that_an_exception_ends_is_saved(engine, error, tmp_path):
     assert len(rest) == 40 - pushes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caught", [False, True])
 def test_a_run_that_a_worker_s_error_ends_is_saved(engine, caught, tmp_path):
     job = training(40, count=2)
@@ -315,6 +318,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(
 # What is refused.
 
 
+@pytest.mark.slow
 def test_what_cannot_go_on_is_refused(engine, tmp_path):
     fresh = engines.Checkpoint(tmp_path, resume=False)
     ended(engine, training(6), checkpoint=fresh)
@@ -367,6 +371,7 @@ def ends(go):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.slow
 def test_sigterm_saves_a_run_and_ends_it(engine, tmp_path, caplog):
     runs = []
 

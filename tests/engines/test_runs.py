@@ -74,6 +74,7 @@ def test_every_push_is_accepted_or_dropped(engine, mode):
     assert {push.norm for push in pushes} == {1.0}
 
 
+@pytest.mark.slow
 @pytest.mark.quick_case("simulated")
 def test_sync_makes_all_wait_for_the_straggler_and_backup_does_not(engine):
     steps = {}

@@ -574,6 +574,7 @@ def test_only_the_proportion_of_weights_matters(name):
         np.testing.assert_allclose(np.asarray(got).astype(complex), wanted, rtol=rtol)
 
 
+@pytest.mark.slow
 def test_a_weight_of_0_is_nothing_and_one_that_is_wrong_is_nan():
     tx = gx.accumulate(WHOLE, 2)
     push = jax.jit(functools.partial(gx.apply_gradients, tx))
@@ -588,12 +589,14 @@ def test_a_weight_of_0_is_nothing_and_one_that_is_wrong_is_nan():
         assert np.isnan(new).all()
 
 
+@pytest.mark.slow
 def test_without_a_weight_a_push_weighs_1():
     pushes = (jnp.float32(6), {"weight": 2}), (jnp.float32(3), {})
     params, state = after(gx.accumulate(WHOLE, 2), jnp.zeros(()), *pushes)
     assert (params, state.total_weight) == (-5.0, 3.0)
 
 
+@pytest.mark.slow
 def test_a_sum_of_half_precision_gradients_is_kept_in_float32():
     tx = gx.conditional_accumulator(WHOLE, 1000)
     params, grad = jnp.zeros(3, jnp.bfloat16), jnp.full(3, 0.01, jnp.bfloat16)

@@ -184,6 +184,7 @@ def test_bad_input(make, error, message):
         make()
 
 
+@pytest.mark.slow
 def test_a_part_that_somebody_else_trains_needs_no_number_and_may_have_one():
     tx = gx.delayed(optax.sgd(1.0), {"a": 1, "b": {"c": 2}})
     parts = optax.partition(

@@ -56,6 +56,7 @@ def pushes_to_poison(gate):
     return params, state, {how: in_numpy.jit(push) for how, push in hows.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("poison", [np.nan, 1e38])
 @pytest.mark.parametrize("how", ["update", "apply", "vmap"])
 @pytest.mark.parametrize("gate", REFUSE_LATE_PUSHES)
@@ -419,7 +420,7 @@ def test_a_gate_stays_one_in_a_plain_pair_of_functions():
     assert optax.tree.get(state, "skipped_count") == 1
 
 
-@pytest.mark.every
+@pytest.mark.quick_case("nullcontext-nan")
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("wrap", "loss"), [(contextlib.nullcontext, np.nan), (jax.disable_jit, 1.0)]

@@ -105,6 +105,7 @@ def test_a_stream_is_that_of_the_rule(seed):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [k for k, case in CASES.items() if case["ours"]])
 def test_the_decisions_are_those_of_the_original(name):
     case = CASES[name]
@@ -314,6 +315,7 @@ def test_devices_with_losses_of_their_own_decide_alike(how):
         np.testing.assert_allclose(leaf, -0.4, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: gx.drop_stale(tx, 9)])
 def test_a_server_says_that_a_push_was_not_applied(around):
     tx = around(gx.skip_spikes(optax.sgd(1.0), window=2))

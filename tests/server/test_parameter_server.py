@@ -412,6 +412,7 @@ def assert_taken_from_everywhere(server, at):
     assert shardings(server.state()) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 def test_uncommitted_parameters_stay_so(donate):
     tx = gx.drop_stale(gx.adagrad(0.1), 9)

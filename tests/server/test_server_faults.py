@@ -375,6 +375,7 @@ GATES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "donate", "require_finite"),
     half(list(GATES), [True, False], [True, False]),

@@ -271,6 +271,7 @@ def made_by_columns(height):
     return made("params", make, layout, mesh).lower().compile()
 
 
+@pytest.mark.slow
 def test_random_numbers_by_columns_are_those_of_one_device():
     got = made_by_columns(800)()["table"]
     np.testing.assert_array_equal(got, by_columns(800))

@@ -287,6 +287,7 @@ def test_one_device():
         assert set(jax.tree.leaves(places(state))) == {place}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(OLD, reason="JAX keeps no result in the host's memory")
 @pytest.mark.parametrize("axis_type", AXES)
 def test_the_hosts_memory(axis_type):

@@ -263,6 +263,7 @@ def test_a_batch_that_leaves_a_loop_one_by_one():
     assert {x.sharding.memory_kind for x in cache.values()} == {"pinned_host"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_few_layers_and_half_precision(layers, dtype):

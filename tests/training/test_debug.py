@@ -56,6 +56,7 @@ def test_each_layer_shows_its_numbers(two_passes):
     np.testing.assert_allclose(seen, backwards, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_with_jit_nothing_is_shown():
     """Whoever calls it would take one layer for all of them."""
     tx, params = shown([]), start()

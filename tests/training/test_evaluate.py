@@ -418,6 +418,7 @@ def test_a_second_call_compiles_nothing():
     assert evaluated._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_each_layer_calls_the_host_once():
     seen = []
 
@@ -458,6 +459,7 @@ def test_a_gradient_by_layers_on_the_host_is_refused(wrap):
     check(wrap(jax.grad(loss, argnums=1))(params, X), plain)
 
 
+@pytest.mark.slow
 def test_arguments_by_keyword_and_no_layers():
     def f(params, x, *, scale):
         return decode(params, x)[0] * scale
@@ -511,6 +513,7 @@ def on_devices(stacks, x):
     )(stacks, x)
 
 
+@pytest.mark.slow
 def test_an_evaluation_inside_of_shard_map():
     """It is the way out that the message names."""
     params = {"decoder": start()["decoder"]}

@@ -250,6 +250,7 @@ def test_a_loss_with_any_keyword_takes_those_that_no_gate_names():
     assert seen == [["flag", "mask"]]
 
 
+@pytest.mark.slow
 def test_local_steps_have_an_entry_of_each_keyword_and_the_same_flag():
     x, masks = np.stack([X, X, 2 * X]), np.stack([MASK, 1 - MASK, MASK])
     steps = gx.local_steps(loss_fn, SGD, donate=False)
@@ -377,6 +378,7 @@ def test_an_error_names_the_number_whose_value_is_needed():
     np.testing.assert_allclose(stepped(step, SGD, jnp.ones(3))[2], 2 * W.sum())
 
 
+@pytest.mark.slow
 def test_the_step_has_all_that_a_jitted_function_has():
     for donate in False, True:
         step = gx.minimize(loss_fn, SGD, donate=donate)
@@ -543,6 +545,7 @@ def test_a_slip_in_a_call_of_update(word):
         gx.apply_gradients(tx, grads, tx.init(grads), grads, **words, **{word: 1.0})
 
 
+@pytest.mark.slow
 def test_a_gate_in_a_chain_takes_the_words_of_others():
     named, hidden = reads_factor()
     for other in named, hidden:

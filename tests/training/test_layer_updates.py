@@ -555,6 +555,7 @@ def test_adafactor(least, layers, stacks):
     check(model(layers, stacks), adafactor(least))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [5, 12])
 def test_adafactor_of_vectors_that_it_factors_over_layers(layers):
     """They mix layers, which two passes can do: the layers are an axis of a factor."""

@@ -141,6 +141,7 @@ def test_frozen_parameters_are_there_when_the_loss_is_evaluated():
     chex.assert_trees_all_close(got, (start() | params, losses), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_local_steps_search_too():
     steps = gx.local_steps(loss_fn, BACKTRACKING)
     x, y = jnp.stack([X] * STEPS), jnp.stack([Y] * STEPS)

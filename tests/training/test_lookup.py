@@ -318,6 +318,7 @@ def test_equals_the_dense_gradient(name, how):
     assert read_rows(grads) == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "pick",
     [
@@ -419,6 +420,7 @@ EMB = {"w": PARAMS["w"], "emb": PARAMS["emb"]}
 SPARSE = gx.value_and_grad(LOSS, tables=["emb"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", [True, False])
 def test_under_cond(forward):
     def backward(params, ids):

@@ -377,6 +377,7 @@ OF_PACKAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axes", TYPES)
 @pytest.mark.parametrize("layout", OF_PACKAGES)
 def test_a_conditional_for_all_as_packages_have_it(layout, axes):

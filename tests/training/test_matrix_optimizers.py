@@ -152,6 +152,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layout", "axis_type"), CASES)
 def test_numbers_are_those_of_one_device(name, layout, axis_type):
     trial = Trial(ALL[name], layout, axis_type)

@@ -404,6 +404,7 @@ def test_shard_map_over_the_batch(manual):
 SPARSE_STEP = gx.minimize(tall_loss, chain(), tables=["emb"], donate=False)
 
 
+@pytest.mark.slow
 def test_a_table_sharded_by_rows_is_not_gathered():
     on = functools.partial(NamedSharding, mesh(AxisType.Auto))
     params = jax.device_put(TALL, jax.tree.map(on, SPECS))

@@ -348,6 +348,7 @@ def test_a_new_state_needs_a_layer_of_room(name, params_too):
     assert found <= 0.15 * size(params)
 
 
+@pytest.mark.slow
 def test_a_new_state_in_8_bits_is_that_of_whole_arrays():
     """Made layer by layer, and outside of jit an array at a time."""
     params = {"w": jnp.ones((3, 40, 128)), "v": jnp.ones((1024, 8)), "b": jnp.ones(9)}
@@ -389,6 +390,7 @@ def test_a_constant_in_8_bits_is_made_without_its_layers(value, dtype, monkeypat
     chex.assert_trees_all_equal(got(w), wanted)
 
 
+@pytest.mark.slow
 def test_a_new_state_in_8_bits_takes_few_programs():
     """Each took a fifth of a second on a GPU, for 134 of them in a transformer."""
     programs = []
@@ -460,6 +462,7 @@ def test_codes_come_whole_on_tpu(monkeypatch, runs):
         same(got, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["adamw", "seven bytes"])
 def test_donated_arrays_are_written_in_place(way):
     params, state = placed(WAYS[way].tx, start(WAYS[way].dtype), "both")
@@ -757,6 +760,7 @@ def test_what_gets_no_update_stays_on_the_host():
     assert table.sharding.memory_kind == "pinned_host"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 def test_counters_are_read_from_the_host(jitted):
     tx = gx.drop_stale(optax.sgd(1.0), 0)

@@ -247,6 +247,7 @@ def test_an_id_that_is_not_there_is_an_error_where_it_can_be_seen():
         gx.value_and_grad(loss_fn)(model(part()), np.array([[3, 4]]))
 
 
+@pytest.mark.slow
 def test_a_traced_id_that_is_not_there_is_padding():
     rows = jax.jit(gx.lookup)(part(), jnp.array([3, 4, 8, 49, 0]))
     np.testing.assert_array_equal(rows, [TABLE[3], *np.zeros((4, WIDTH))])

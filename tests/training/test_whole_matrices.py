@@ -225,6 +225,7 @@ def expected_of(layout):
     return on_one_device(tx, params, pushes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_few_bytes_travel_and_numbers_are_those_of_one_device(layout, axis_type):
@@ -470,6 +471,7 @@ def of_parts(x):
     return x / jnp.linalg.norm(x @ jnp.ones(x.shape[1]))
 
 
+@pytest.mark.slow
 def test_a_vector_needs_no_whole_matrix():
     check(each_matrix(of_parts), *TWO, moved=0, groups=0, reduced=1)
 
@@ -579,6 +581,7 @@ def two_results(g, p):
     return r + jnp.sum(q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("f", [gram, two_results])
 def test_several_arrays_and_numbers(f):
     """Parameters and gradients travel, and updates."""
@@ -961,6 +964,7 @@ def test_placements_inside_of_a_core_are_left_out(stacked, named, axis_type):
     close(jax.device_get(updates["w"]), -0.2 * expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis_type", TYPES, ids=["automatic", "explicit"])
 def test_an_update_sees_the_mesh_that_is_set(axis_type):
     """Also in a branch, and also if it places nothing."""
@@ -1140,6 +1144,7 @@ def test_axes_of_matrices_are_found_in_any_order(order):
     assert found == {*"LEH"}
 
 
+@pytest.mark.slow
 def test_a_state_lies_like_its_parameter():
     """A late gradient comes from the state alone, whose place ``jit`` does not say."""
 

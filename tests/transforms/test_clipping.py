@@ -100,6 +100,7 @@ def test_in_front_of_apply_if_finite_it_marks_every_step_to_skip(bad):
     assert jnp.all(params < 0)
 
 
+@pytest.mark.slow
 def test_leaves_of_different_precision_share_one_norm():
     with jax.enable_x64(True):
         grads = {

@@ -400,6 +400,7 @@ INJECTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", INJECTED)
 def test_numbers_that_inject_hyperparams_made_complex(name):
     """optax casts all its numbers to the first leaf's dtype, and that is complex."""

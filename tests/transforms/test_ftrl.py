@@ -165,6 +165,7 @@ def test_a_falling_rate_shrinks_weights_unless_linear_is_multiplied_by_it():
     np.testing.assert_allclose(ends[True], 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_stay_right_after_the_squares_stall():
     """A float32 sum of a million does not grow by small squares any more."""
     start, rate = 1e6, 0.5
@@ -240,6 +241,7 @@ def test_a_rate_that_has_no_meaning_is_never_silent(make):
     np.testing.assert_array_equal(jax.jit(update)(2), jax.jit(update)(2.0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [gx.adagrad, gx.ftrl, gx.proximal_adagrad])
 def test_a_schedule_that_gives_no_number_is_named(make):
     w = jnp.ones(1)

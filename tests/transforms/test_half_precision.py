@@ -82,6 +82,7 @@ def numbers(seed):
     return np.where(np.isfinite(x) & (size > 1e-30) & (size < 1e30), x, 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_case("int16-jit")
 @pytest.mark.parametrize(
     ("residual_dtype", "wrap"),

@@ -414,6 +414,7 @@ def test_extra_arguments_like_the_parameters_lose_the_other_rows_too():
     chex.assert_trees_all_close(got, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("missing", ["dense", "b"])
 def test_a_leaf_without_a_gradient_keeps_its_state(missing):
     tx, params, grads = gx.lazy(optax.adam(0.1)), params_of(), next(pushes())
@@ -600,6 +601,7 @@ def test_padding_has_no_noise_in_a_norm():
     np.testing.assert_allclose(np.linalg.norm(updates["t"].values), 0.1, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_update_for_one_height_alone():
     """An array of NumPy has its height, and a comparison is that of the table."""
     params, grads, whole = one_table()

@@ -99,6 +99,7 @@ def test_optax_maps_codes_as_parameters_and_leaves_scales_alone(name):
     assert {x.dtype for x in jax.tree.leaves(state)} >= {jnp.dtype(jnp.int8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda tx: tx, lambda tx: gx.accumulate(tx, 2)])
 def test_a_leaf_without_a_gradient_keeps_its_codes_and_scales(around):
     params = {"w": jnp.ones((16, 24)), "rests": jnp.ones((16, 24))}
@@ -464,6 +465,7 @@ def test_residuals_stay_whole():
     assert states[1].inner_state.residual.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_types_of_a_state_stay():
     """Gradients in float32 of parameters in bfloat16; optax's Adam changes its own."""
     params = {"w": jnp.ones((64, 64), jnp.bfloat16), "b": jnp.ones(4, jnp.bfloat16)}
@@ -488,6 +490,7 @@ def test_types_of_a_state_stay():
         assert types(after) == types(state)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_late_layer_is_as_long_as_without_8_bits():
     params = {"w": jnp.ones((16, 4, 4)), "late": jnp.ones((16, 4, 4))}
     exact = gx.novograd(0.1, stacked_axes=1)

@@ -131,6 +131,7 @@ def test_it_is_one_pass_and_no_copy(inner):
     check(compile_step(tx, shapes), n, 0, round(alone) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_clip_takes_the_same_sums():

@@ -243,6 +243,7 @@ def test_another_attribute_error_stays():
         gx.apply_gradients(tx, W, tx.init(W), W)
 
 
+@pytest.mark.slow
 def test_a_whole_nnx_module_is_named():
     module = nnx.Linear(2, 1, rngs=nnx.Rngs(0))
     grads = nnx.grad(lambda m: jnp.sum(m(jnp.ones(2))))(module)
@@ -254,6 +255,7 @@ def test_a_whole_nnx_module_is_named():
     assert jax.tree.leaves(new)[0] < 0  # The bias.
 
 
+@pytest.mark.slow
 def test_a_whole_equinox_module_is_named():
     module = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
     tx = gx.adagrad(0.1)

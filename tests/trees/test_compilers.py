@@ -106,6 +106,7 @@ LINKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [(name, DTYPES[n % 3]) for n, name in enumerate(LINKS)],

@@ -35,6 +35,7 @@ def added_up(indices, values, height):
     return dense[:height]  # without the padding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("indices", [[0], [4, 0, 5, 4], [5] * 4, [1] * 4])
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_it_stands_for_the_sum_of_its_rows(indices, wrap):
@@ -354,6 +355,7 @@ def over_two_numbers(f):
     return lambda g: jax.vmap(lambda _: f(g), axis_name="i")(ONES)
 
 
+@pytest.mark.slow
 def test_rows_of_half_precision_are_rounded_once():
     table = jnp.ones((3, 1), jnp.bfloat16)
     step = gx.IndexedSlices([1], jnp.full((1, 1), 2**-8 + 2**-20), (3, 1))
@@ -532,6 +534,7 @@ def test_labels_and_masks_of_the_parameters():
             np.testing.assert_allclose(params[name], expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_a_function_that_labels_or_masks_belongs_inside_of_lazy():
     """Optax maps its result, which has the structure of gradients, over parameters."""
@@ -545,6 +548,7 @@ def test_a_function_that_labels_or_masks_belongs_inside_of_lazy():
         assert jnp.any(params["table"] != 1, axis=1).tolist() == [1, 0, 0, 0, 1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_padding_that_is_not_finite_fails_no_test_for_finite_numbers(wrap):
     tx = optax.apply_if_finite(gx.adagrad(0.1), max_consecutive_errors=3)
@@ -556,6 +560,7 @@ def test_padding_that_is_not_finite_fails_no_test_for_finite_numbers(wrap):
     assert jnp.any(params["table"] != 1, axis=1).tolist() == [0, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_a_stack_is_taken_one_by_one():
     stack = jax.vmap(lambda i: gx.IndexedSlices(i, ONES, (4, 3)))(jnp.array([[1, 2]]))
     for use in (

@@ -67,6 +67,7 @@ def test_a_server_takes_a_users_state_for_no_gate(tx):
     np.testing.assert_array_equal(params["w"], np.full(2, 1.0 - applied))
 
 
+@pytest.mark.slow
 def test_global_step_and_fraction_are_those_of_gates():
     gate = gx.drop_stale(optax.sgd(1.0), 0)
     for tx in (own(gate), gx.drop_stale(own(gate), 0), optax.chain(own(own(gate)))):
@@ -83,6 +84,7 @@ def test_global_step_and_fraction_are_those_of_gates():
             read(alone)
 
 
+@pytest.mark.slow
 def test_an_argument_is_not_needed_by_a_users_state():
     """Optax drops arguments that a wrapper does not take, and so does an update."""
     tx = gx.skip_spikes(own(optax.sgd(1.0), deaf=True))
