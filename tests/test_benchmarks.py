@@ -68,6 +68,7 @@ def run(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_program_is_listed_with_its_first_line(run):
     _, listed = run()
     assert run("--help") == (0, listed)

@@ -113,6 +113,7 @@ def test_micro_batches_of_scanned_layers_keep_no_array_of_their_gradients():
     assert memory.alias_size_in_bytes >= size(shapes) + size(arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_novograd_behind_a_clip_keeps_one_copy_of_its_gradients():
     """Norms and momentum share the scaled gradients, which replace the others."""
@@ -293,6 +294,7 @@ def test_a_push_to_the_mean_over_workers_costs_the_same_for_all_of_them(
 LEAF_BY_LEAF = {"0": 2, "1": 1, "2": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("inner", "passes", "dtype", "num_steps"),
@@ -514,6 +516,7 @@ def test_only_the_first_push_clears_and_the_last_divides_the_whole_table():
 # Pushes.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "param", "grad"),
     [

@@ -138,6 +138,7 @@ def test_the_numbers_are_those_of_the_formula(row, compiled):
 WITH_A_RATE = {row.name: row for row in DESCRIPTORS if "learning_rate" in row.kwargs}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_A_RATE)
 def test_a_schedule_is_read_at_the_count_of_the_step(name):
     schedule = optax.exponential_decay(0.1, 1, 0.5)
@@ -169,6 +170,7 @@ def test_the_numbers_are_those_of_the_formula_for(draw, row, compiled):
     assert_formula(row, compiled.update, draw)
 
 
+@pytest.mark.slow
 @in_turn(1)
 def test_gradients_of_less_precision_round_no_state(row):
     """A momentum in their dtype would be wrong by a part in 500."""

@@ -248,6 +248,7 @@ def test_a_prefix_may_have_boxes_that_the_gradients_have_not(name, box):
     assert not np.array_equal(results[0][0]["w"], params["w"])
 
 
+@pytest.mark.slow
 def test_what_learns_may_have_boxes():
     params = nnx.state(nnx.Linear(4, 2, rngs=nnx.Rngs(0)), nnx.Param)
     learns = jax.tree.map(lambda x: x.ndim > 1, params)
@@ -535,6 +536,7 @@ class Affine(eqx.Module):
         return self.w @ x + self.b
 
 
+@pytest.mark.slow
 def test_trees_that_can_be_called_are_read():
     model = Affine(jnp.ones((2, 3)), jnp.ones(2))
     zeros = jax.tree.map(jnp.zeros_like, model)
@@ -920,6 +922,7 @@ def rules_of_t5x():
     return rules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "tx", [gx.adagrad(0.1, global_clipnorm=1.0), gx.novograd(0.1, global_clipnorm=1.0)]
 )

@@ -880,6 +880,7 @@ def test_ctrl_c_is_heard_before_the_options_are_read(module, tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (130, "", INTERRUPTED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -61,6 +61,7 @@ def test_the_first_updates_are_right(name):
         np.testing.assert_allclose(np.float32(got), wanted_each, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_adagrads_sum_goes_on_growing_under_bfloat16_params():
     params = jnp.zeros(3, jnp.bfloat16)
     grads = jnp.full(3, 0.01, jnp.bfloat16)
@@ -93,6 +94,7 @@ def test_the_imaginary_parts_of_micro_batches_are_added_up():
     assert after_two(gx.accumulate(optax.sgd(1.0), 2)) == -1 - 1j
 
 
+@pytest.mark.slow
 def test_the_derivative_of_the_clip_at_zero_gradients_is_finite():
     def through(tx):
         derivative = jax.grad(lambda g: jnp.sum(first_update(tx, g)))

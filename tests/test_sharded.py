@@ -68,6 +68,7 @@ def of_described(init):
 INITS = {"eager": lambda f: f, "jit": jax.jit, "described": of_described}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "mode", "init"), half(FACTORIES, ["automatic", "explicit"], INITS)
 )

@@ -30,7 +30,7 @@ def drawn(family, count, seed=0):
 @pytest.mark.every
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_are_those_of_the_whole(family):
-    for p in drawn(family, 14 if family == "parts" else 7):
+    for p in drawn(family, 10 if family == "parts" else 5):
         programs.check(p)
 
 

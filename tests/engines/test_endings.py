@@ -398,6 +398,7 @@ def test_no_worker_computes_for_a_quick_one(monkeypatch):
 # Pushes of a caller.
 
 
+@pytest.mark.slow
 def test_a_server_takes_so_many_pushes_of_workers_and_no_more(tmp_path):
     job = make_job(1, 4, SGD)
 
@@ -568,6 +569,7 @@ def test_a_lock_lets_workers_share_a_stream(engine):
 # Nobody computes and everybody waits.
 
 
+@pytest.mark.slow
 def test_a_step_that_needs_more_pushes_than_required_is_an_error(engine):
     job = make_job(2, 20, gx.conditional_accumulator(SGD, 3), 2)
     match = "^required=2: all 2 workers have pushed .* num_required"
@@ -597,6 +599,7 @@ def test_require_finite_ends_a_run_before_nan_has_done_anything(engine, tmp_path
         assert np.isnan(run.server.state()["params"])
 
 
+@pytest.mark.slow
 def test_apply_if_finite_lets_the_others_go_on(engine):
     spoiled = worker(lambda params: (0.0, params * jnp.nan))
     tx = gx.drop_stale(optax.apply_if_finite(SGD, 10**6), 10**6)

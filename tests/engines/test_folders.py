@@ -947,6 +947,7 @@ def of_orbax(directory, named=False):
     return "7 is no"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "foreign", [a_year, a_file, of_orbax, functools.partial(of_orbax, named=True)]
 )

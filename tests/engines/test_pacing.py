@@ -451,6 +451,7 @@ def test_admission_decides_as_areal_does():
     assert decisions >= 20_000
 
 
+@pytest.mark.slow
 def test_gradients_that_are_given_up_leave_what_was_started():
     """Otherwise ``admission`` would run dry."""
     started = []

@@ -416,6 +416,7 @@ def test_sigterm_ends_a_run_that_waits_is_through_or_is_not_saved(tmp_path, capl
     assert "nothing is saved" in caplog.messages[-1]
 
 
+@pytest.mark.slow
 def test_a_program_keeps_its_own_handler(tmp_path):
     heard = []
     before = signal.signal(signal.SIGTERM, lambda *_: heard.append(True))

@@ -244,6 +244,7 @@ def test_rows_of_a_table_are_trained_as_the_whole_table_is(engine):
     assert not np.array_equal(ends[0][0]["table"], table)
 
 
+@pytest.mark.slow
 def test_a_transformation_gets_its_extra_arguments(engine):
     tx = gx.drop_stale(optax.chain(gx.compensate_delay(1.0), optax.sgd(0.1)), 10)
     extra = lambda params, x: {"worker_params": params}  # noqa: E731
@@ -293,6 +294,7 @@ def test_an_extra_argument_of_a_worker_is_not_lost():
     fails(engines.simulated, job, TypeError, match)
 
 
+@pytest.mark.slow
 def test_a_transformation_without_extra_arguments_is_compiled_once(standard_promotion):
     """Each push has another loss, and a push by hand has none."""
     traced = []
@@ -314,6 +316,7 @@ def test_a_transformation_without_extra_arguments_is_compiled_once(standard_prom
     assert [push.loss for push in pushes] == [*range(1, 9)]
 
 
+@pytest.mark.slow
 def test_the_norm_is_that_of_the_gradients_before_a_clip(engine):
     grads = {"a": np.float32([3.0, 4.0]), "b": np.float32([12.0])}
     params = jax.tree.map(jnp.zeros_like, grads)

@@ -554,6 +554,7 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_only_the_proportion_of_weights_matters(name):
     dtype, weights = WEIGHTS[name]
@@ -646,6 +647,7 @@ def test_a_schedule_says_how_many_make_each_step():
         assert set(updates[np.array(steps, int)].tolist()) <= {-1.0}
 
 
+@pytest.mark.slow
 def test_a_number_required_that_shrinks_takes_all_there_are():
     """As in TensorFlow, the mean is over the pushes held, not the number required."""
 
@@ -725,6 +727,7 @@ def test_a_norm_sees_nothing_of_the_sum_before(old):
     np.testing.assert_array_equal([new["a"], new["b"]], [[0.0], [-0.5]])
 
 
+@pytest.mark.slow
 def test_on_gpu_the_gradient_of_a_matrix_waits_for_the_sum_before_it():
     """But not that of a table: it may be scattered into its sum."""
     tx = gx.accumulate(optax.sgd(0.1), 4)
@@ -742,6 +745,7 @@ def test_on_gpu_the_gradient_of_a_matrix_waits_for_the_sum_before_it():
 # Whose arguments these are.
 
 
+@pytest.mark.slow
 def test_last_and_weight_stay_with_the_outermost_accumulator():
     """An accumulator inside of it counts each mean as one push."""
     seen = []

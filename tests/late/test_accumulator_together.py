@@ -193,6 +193,7 @@ def test_the_last_push_and_a_push_that_one_device_cannot_take(check):
     assert (steps, left_out) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True])
 def test_devices_leave_a_push_out_together(apart):
     """They do, unless each device counts its steps for itself."""
@@ -687,6 +688,7 @@ def test_it_may_be_pushed_unless_it_is_all(sign):
         gx.apply_gradients(tx, {**g, "w": None}, tx.init(INTEGERS), INTEGERS)
 
 
+@pytest.mark.slow
 @promoting
 @pytest.mark.parametrize(
     ("hidden", "gradient"),

@@ -126,6 +126,7 @@ def test_synchronous_training_equals_the_means():
     assert server.stats().dropped == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 def test_pulled_arrays_keep_their_values(donate):
     server = gx.ParameterServer(PARAMS, optax.sgd(0.1), donate=donate)
@@ -302,6 +303,7 @@ def test_an_error_of_the_transformation_changes_nothing():
     chex.assert_trees_all_equal(server.state(), before)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_bit_identically(tmp_path):
     server = server_of()
     for number in range(5):

@@ -349,6 +349,7 @@ def test_parameters_given_as_numpys_are_copied():
         saved["params"]["emb"]["table"][:] = TABLE
 
 
+@pytest.mark.slow
 def test_callers_still_own_restored_arrays():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     whole = NamedSharding(mesh, P())

@@ -322,6 +322,7 @@ class Interrupted:
                 pass
 
 
+@pytest.mark.slow
 @BOTH
 def test_an_interrupted_push_acts_exactly_once(donate):
     tx = gx.drop_stale(optax.adagrad(0.1), 2)
@@ -339,6 +340,7 @@ def test_an_interrupted_push_acts_exactly_once(donate):
     assert (int(state.stale_count), stats.lost) == (0, None)
 
 
+@pytest.mark.slow
 @BOTH
 def test_a_signal_handler_may_ask_at_any_moment(donate):
     """It asks the server for everything that it can give."""

@@ -277,6 +277,7 @@ def test_random_numbers_by_columns_are_those_of_one_device():
     np.testing.assert_array_equal(got, by_columns(800))
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 def test_random_numbers_by_columns_need_little_beside_the_part():
     compiled, part = made_by_columns(80_000), 80_000 // COUNT * 64 * 4

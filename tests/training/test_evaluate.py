@@ -312,6 +312,7 @@ def test_the_traced_program_has_the_same_results(name):
 LARGE = functools.partial(start, 16, 128, 512)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NEWEST_JAX, reason="figures of the newest compilers")
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", ["one_stack", "read_twice", "sampled"])
@@ -471,6 +472,7 @@ def test_arguments_by_keyword_and_no_layers():
         check(found, wanted)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_no_array_stays():
     params = start() | {"none": None, "rate": 0.5}
 

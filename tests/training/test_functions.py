@@ -199,6 +199,7 @@ def test_which_functions_run_by_rows(names, where):
     runs(names, where, by_rows=True)
 
 
+@pytest.mark.slow
 @pytest.mark.quick_case("jax.random.gamma-True")
 @pytest.mark.parametrize(
     ("name", "by_rows"),

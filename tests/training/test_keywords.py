@@ -110,6 +110,7 @@ LOSSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_of_any_kind(name):
     tx = gx.accumulate(SGD, 1)
@@ -173,6 +174,7 @@ def test_each_kind_of_step(how):
     assert found[False] != found[True]
 
 
+@pytest.mark.slow
 def test_names_of_the_step_may_be_those_of_a_loss():
     """As of losses with the statistics of batches."""
 
@@ -278,6 +280,7 @@ class Kind(enum.IntEnum):
     ONE = 1
 
 
+@pytest.mark.slow
 def test_no_array_is_static_and_has_one_program_for_each_value():
     traced = []
 
@@ -320,6 +323,7 @@ def test_no_array_is_static_and_has_one_program_for_each_value():
     assert programs(at=3) == (0, total + 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", ["minimize", "donated", "local_steps", "evaluate"])
 def test_flags_mean_what_they_say(make):
     makes = {

@@ -916,6 +916,7 @@ ARGUMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize(("name", "verdict"), VERDICTS)
 def test_which_optimizers_run_by_layers(name, verdict):
@@ -1039,6 +1040,7 @@ def test_no_gradients_of_two_stacks_are_kept():
     assert kept_by(read, params, has_aux=True) <= 0.45  # Reads copy nothing.
 
 
+@pytest.mark.slow
 @pytest.mark.figures
 @pytest.mark.parametrize(("is_first", "low", "high"), [(False, 0, 0.4), (True, 1, 1.5)])
 def test_a_teacher_needs_no_copy_of_the_stack(is_first, low, high):

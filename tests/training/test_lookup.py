@@ -341,6 +341,7 @@ def test_a_loss_that_picks_arrays_out_of_its_parameters(pick):
     chex.assert_trees_all_close(densify(grads), expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_no_tracer_of_the_loss_stays_behind():
     with jax.checking_leaks():
         value, _ = jax.jit(gx.value_and_grad(LOSS, tables=["emb"]))(EMB, IDS)
@@ -370,6 +371,7 @@ def test_tables_may_be_a_predicate_on_the_path():
     assert read_rows(grads) == {"layers/0/emb": ROWS, "layers/1/emb": ROWS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_aux_and_keyword_arguments(how):
     traced = []
@@ -399,6 +401,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("height", "row", "ids"), SHAPES)
 def test_ids_and_rows_of_any_shape(height, row, ids):
     ids = jnp.array(ids, jnp.int32)
@@ -605,6 +608,7 @@ def test_a_table_that_is_cast_is_not_cast_whole(twice):
     assert "f16[6,3]" not in str(jax.make_jaxpr(sparse)(EMB, jnp.array([4, 0, 1])))
 
 
+@pytest.mark.slow
 def test_ids_of_one_byte_and_a_clip_at_more_rows_than_they_count():
     def loss(table):
         ids = jnp.array([100, 120], "int8")

@@ -99,6 +99,7 @@ def learning(emb, layer=True):
 TREE = learning(False, {"w": False, "b": True})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainable", "learned"),
     [

@@ -526,6 +526,7 @@ def test_the_second_step_is_not_compiled_again(memory):
     assert step._cache_size() == 1
 
 
+@pytest.mark.slow
 def test_what_stays():
     tree = {
         "large": jnp.ones((4, 16)),
@@ -590,6 +591,7 @@ def test_bad_input(monkeypatch):
         gx.on_host(params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("gate", "layers", "params_too"),
     [(False, ["blocks"], True), (False, ["blocks"], False), (True, (), True)],
@@ -714,6 +716,7 @@ FUNCTIONS = {
 LOOKING_AHEAD = gx.contrib.scale_by_momentum_look_ahead(0.5).init(jnp.ones(1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "there", "jitted", "_"),
     pairwise(FUNCTIONS, ["params", "updates", "both"]),

@@ -75,6 +75,7 @@ def test_a_part_goes_through_jit_and_pickle_as_it_is():
         np.testing.assert_array_equal(again.values[:3], TABLE[HELD])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "use",
     [

@@ -28,6 +28,7 @@ def clipped(clip, max_norm, grads):
     return tx.update(grads, tx.init(grads))[0]
 
 
+@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_inside_the_ball_every_bit_stays(clip, dtype):
@@ -45,6 +46,7 @@ SIZES = st.floats(2.0**-50, 2.0**50, width=32)
 NUMBERS = st.one_of(st.just(0.0), SIZES, SIZES.map(lambda x: -x))
 
 
+@pytest.mark.slow
 @BOTH
 @hypothesis.settings(max_examples=100, deadline=None)
 @hypothesis.given(
@@ -86,6 +88,7 @@ def test_a_norm_that_is_not_finite_makes_everything_nan(clip, dtype, bad):
     assert np.all(np.isnan(updates["b"])) == (clip is gx.clip_by_global_norm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [1e30, np.inf, np.nan])
 def test_in_front_of_apply_if_finite_it_marks_every_step_to_skip(bad):
     rest = optax.apply_if_finite(gx.adagrad(0.1), max_consecutive_errors=5)

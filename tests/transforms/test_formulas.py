@@ -284,6 +284,7 @@ def test_layers_that_nnx_has_stacked():
             np.testing.assert_allclose(moved, -0.1 * wide / norms, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_mask_may_be_a_function_or_a_prefix():
     params = {"a": {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}, "c": jnp.ones(2)}
     grads = jax.tree.map(jnp.zeros_like, params)

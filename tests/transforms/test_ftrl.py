@@ -125,6 +125,7 @@ def test_a_gradient_that_is_not_finite_is_not_hidden_by_l1(make, bad):
     np.testing.assert_array_equal(np.isnan(updates), [True, False])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("multiplied", [False, True])
 def test_a_rate_of_zero_changes_nothing(multiplied):
     """A warm-up may begin with it, and a decay may end with it."""

@@ -324,6 +324,7 @@ def test_tables_of_every_dtype(dtype):
     check_steps(optax.adam(0.1), dtype, rtol=2e-6 if dtype == "complex64" else 1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(6,), (5, 2, 2), (1, 3), (0, 3)], ids=str)
 def test_tables_of_every_rank(shape):
     tx, params = gx.lazy(optax.adam(0.1)), draw(0, *shape)
@@ -488,6 +489,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parts"), pairs(SIZES, [1, 2, 50, 51]))
 def test_sizes_are_those_of_the_table(name, parts):
     """One row, given once or in parts, also with as many parts as rows, or more."""
@@ -863,6 +865,7 @@ def test_a_derivative_that_is_not_known_is_refused():
             )
 
 
+@pytest.mark.slow
 def test_an_array_like_a_table_that_is_all_parameters_stays_whole():
     def add_sum(u, state, params=None, *, losses):
         return u + jnp.sum(losses), state

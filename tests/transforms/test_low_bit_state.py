@@ -135,6 +135,7 @@ def devices(number, axis_type=AxisType.Auto):
     return jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type,) * 2, devices=own)
 
 
+@pytest.mark.slow
 def test_names_of_axes_are_of_codes_alone():
     """As lm1b does it: the state lies where Linen's boxes say.
 
@@ -315,6 +316,7 @@ def test_in_shard_map_each_device_has_blocks_of_its_own(axis_type, manual):
     assert_near(got, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [jax.jit, lambda init: init])
 def test_a_state_on_explicit_axes_needs_no_context(jit):
     """Under ``jit`` optax's zeros alone would be on one device, or an error."""

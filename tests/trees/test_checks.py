@@ -217,6 +217,7 @@ def test_a_module_with_functions_has_no_state(name):
         WHOLE[name]().init(MODULE)
 
 
+@pytest.mark.slow
 def test_a_module_that_is_divided_learns():
     """All of it has a bool that has no derivative, with its path in the error."""
     tx = optax.sgd(0.1)

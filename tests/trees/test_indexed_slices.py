@@ -119,6 +119,7 @@ def test_any_integer_makes_an_index(dtype):
             assert again.indices.tolist() == rows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "outside"),
     [("int32", -1), ("int32", 6), ("uint32", 2**32 - 1), ("int64", 2**32 + 1)],
@@ -159,6 +160,7 @@ def test_bad_input(arguments, error, message):
 # What JAX does with a pytree.
 
 
+@pytest.mark.slow
 def test_other_rows_do_not_count_as_summed():
     summed = slices([1, 3]).sum_duplicates()
     _, ones = jax.tree.leaves(slices([1, 1]))
@@ -204,6 +206,7 @@ def test_rows_that_lie_on_a_mesh(axis_type, spec, wrap, in_context):
     assert once.tolist() == [0, 3, 5, 5]
 
 
+@pytest.mark.slow
 def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
     types = (AxisType.Auto, AxisType.Auto)
     step = jax.shard_map(
@@ -217,6 +220,7 @@ def test_rows_of_each_device_inside_shard_map_over_some_of_the_axes():
     assert params.ravel().tolist() == [1, 3] * 4
 
 
+@pytest.mark.slow
 def test_all_gather_puts_the_rows_of_all_devices_together():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     rows = jnp.arange(16.0).reshape(8, 2)

@@ -111,6 +111,7 @@ def test_the_states_of_gates_are_marked_and_no_others(row):
     assert marked == (gate_of(tx) is not None)
 
 
+@pytest.mark.slow
 def test_a_mark_stays_with_its_class(tmp_path):
     tx = gx.drop_stale(gx.delayed(optax.sgd(1.0), 1), 0)
     state = tx.init(PARAMS)
