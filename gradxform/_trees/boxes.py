@@ -44,7 +44,7 @@ def _boxes() -> tuple[type, ...]:
 
 
 def _content(box: PyTree[T]) -> T:
-    """What is in a box; of a leaf the leaf itself."""
+    """The content of a box, or a leaf as it is."""
     content: T = jax.tree.leaves(box, is_leaf=lambda x: x is not box)[0]
     return content
 

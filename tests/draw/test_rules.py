@@ -92,7 +92,7 @@ NAMED = {
         "jnp.tile(x, (1, 2)), x.reshape(9), w + 1, jnp.sum(x, 1), x[None]",
         "0 0 0 0/3 . 0 1",
     ),
-    # What is as short as the number of slices may be made, and read at an index.
+    # An array as short as the number of slices may be made, and read at an index.
     "short arrays": (
         "z, u = jnp.arange(3.0)[::-1], jnp.cumsum(jnp.ones((3, 3)), 0)",
         "x * z[:, None], x * u, x + jnp.cumsum(jnp.ones((3, 1)), 0)",

@@ -1,4 +1,4 @@
-"""What lies around the callbacks of a step, without a program: equations stand for it.
+"""The context of callbacks in a step, without a program: equations stand for it.
 
 Callbacks in programs of servers are in ``test_server_faults``.
 """
@@ -22,7 +22,7 @@ class Equation(types.SimpleNamespace):
 
 
 def around(callbacks, callback):
-    """What the runtime calls in place of a callback of two float32 and an int32."""
+    """The runtime calls this in place of a callback of two float32 and an int32."""
     types_of = (
         jax.core.ShapedArray((2,), jnp.float32),
         jax.core.ShapedArray((), "int32"),

@@ -149,7 +149,7 @@ def test_few_entries_are_the_same_for_all_matrices(shape, travels):
 
 
 X, Y, V = (np.ones(s, np.float32) for s in ((M, M), (M, M), (M,)))
-# What needs whole matrices.
+# Operations, and whether they need whole matrices.
 OPERATIONS = {
     "a product": (lambda: X @ Y, True),
     "in a stack": (lambda: lax.batch_matmul(X[None], Y[None]), True),

@@ -214,7 +214,7 @@ def test_a_state_comes_after_the_gradient(tx, arrays):
 
 
 def test_what_is_made_from_parameters_there():
-    """What is pushed is on the device, and a worker begins where its parameters lie."""
+    """Pushes are on the device, and a worker begins where its parameters lie."""
     tx, params = optax.sgd(0.1), start()
     steps = gx.local_steps(loss_fn, tx, donate=False)
     batches = jnp.stack([batch(0)])

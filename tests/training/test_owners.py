@@ -210,7 +210,7 @@ def test_somebody_may_know_what_is_of_one_owner():
 
 
 def mixing(rng):
-    """What two leaves become: one of them is added to another one."""
+    """One of two leaves is added to the other one."""
     one, other = rng.sample("abc", 2)
 
     def mixed(t):
@@ -240,7 +240,7 @@ def test_leaves_of_drawn_programs_are_apart_but_for_those_that_meet():
 
 
 def test_sets_are_those_of_what_is_joined():
-    """As coloured elements, of which each join gives all one colour."""
+    """As elements with colours: a join gives all of both sets one colour."""
     rng = random.Random(0)
     sets, colour = Sets(), {n: n for n in range(30)}
     for _ in range(20):

@@ -15,7 +15,7 @@ from gradxform._matrices import placements
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
 WHOLE, X, Y, BOTH = P(), P("x"), P(None, "y"), P(("x", "y"))
-# What a spec says of the axes of a matrix.
+# The mesh axes of a matrix, by its spec.
 NAMES = {WHOLE: ((), ()), X: (("x",), ()), Y: ((), ("y",)), BOTH: (("x", "y"), ())}
 TRACED = jax.ShapeDtypeStruct((4, 4), np.float32)
 HOST = np.ones((4, 4), np.float32)
@@ -32,7 +32,7 @@ def typed(spec, kinds=(EXPLICIT, EXPLICIT), sizes=(2, 2)):
     return TRACED.update(sharding=on(spec, kinds, sizes))
 
 
-# What follows is made when a test runs.
+# These are called when a test runs.
 def mesh_of(sizes):
     devices = jax.devices()[: sizes[0] * sizes[1]]
     return jax.make_mesh(sizes, ("x", "y"), (AUTO, AUTO), devices=devices)
@@ -112,7 +112,7 @@ CASES = {
         None,
         ((2, 1), {0: X, 1: WHOLE}, {}, [], [0, 1], False),
     ),
-    # What lies on another mesh has to travel.
+    # An array on another mesh has to travel.
     "two meshes": (
         ([there(X), there(X, (4, 1)), there(Y)],),
         None,
@@ -144,7 +144,7 @@ CASES = {
         [given(BOTH)],
         ((2, 2), {0: BOTH}, {}, [0], [0], False),
     ),
-    # What an argument is beside updates and parameters no user has to say.
+    # No user has to say where other arguments lie.
     "an extra argument": (
         ([there(X)], None, (), {"value": TRACED}),
         None,

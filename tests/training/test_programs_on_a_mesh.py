@@ -159,7 +159,7 @@ def test_groups_wait_for_each_other_and_make_their_random_numbers():
     )
     assert len(first.invars) == len(group.outvars) == 3
     assert second.invars[1:] == group.outvars
-    # What is the same for all matrices, such as a key, is one operand.
+    # An array for all matrices, such as a key, is one operand.
     assert len(group.invars) - 3 == len(other.invars) - 1 > 0
     assert trial.program.ran["random_bits"] == 2
 

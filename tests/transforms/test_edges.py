@@ -125,8 +125,9 @@ def test_a_row_wise_sum_is_that_of_the_whole_row():
 RATE = gx.scale_by_learning_rate(0.1)
 AHEAD = gx.contrib.scale_by_momentum_look_ahead
 LATE = functools.partial(gx.contrib.scale_by_delayed_nesterov, num_delay=2)
-# What one step ties for the compiler for CPU: an array alone, so that nobody computes
-# it again or shares a part of it, or one behind another, in whose place it is written.
+# The arrays that one step ties for the compiler for CPU. One is tied alone, so that
+# nobody computes it again or shares a part of it, or it is tied behind another one, in
+# whose place it is written.
 TIED = {
     "master_weights": (gx.master_weights(RATE), "bfloat16", "1122"),
     "ftrl": (gx.ftrl(0.1), "float32", "112"),

@@ -122,7 +122,7 @@ def test_a_number_over_all_devices(check_vma):
 
 
 def test_what_types_say_of_devices():
-    """What is cut differs by device, and a copy does not."""
+    """A part of an array differs by device, and a copy does not."""
     found = {}
 
     def f(x, w):

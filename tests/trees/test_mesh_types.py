@@ -23,7 +23,7 @@ unreduced = pytest.mark.skipif(
 
 
 def spec_of(f, spec):
-    """What the spec of ``f(x)`` says of an ``x`` with a spec; whether it is ``x``."""
+    """The spec of ``f(x)`` for an ``x`` with a spec, and whether it is ``x``."""
     x = jax.ShapeDtypeStruct((4, 4), "f4", sharding=NamedSharding(MESH, spec))
     found = []
 
