@@ -275,7 +275,8 @@ def aligned(g, m, **numbers):
     ramp = min((ends[0] + eps) / ends[1], 1)
     turn = min(numbers["rotation"] * ramp * sure, 1)
     mixed = (1 - turn) * g / (length + eps) + turn * m / (other + eps)
-    return mixed * length / (np.linalg.norm(mixed) + eps)
+    size = np.linalg.norm(mixed)
+    return g if size < eps else mixed * length / (size + eps)
 
 
 def cautious(sequence, moved):

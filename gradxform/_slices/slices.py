@@ -563,7 +563,7 @@ class Evaluator:
 
     def _carried(self, x: Value, y: Value, eqn: JaxprEqn) -> Value:
         """A carry like the one that a step gives for it."""
-        if y is None or isinstance(x, Missing):
+        if isinstance(x, Missing):
             return x
         if isinstance(y, Slices) and not isinstance(x, Slices):
             return Slices(self._sliced(x, y.kind, eqn), y.kind)

@@ -110,22 +110,23 @@ def aligned(
         agrees, opposed, confidence, rotation, shrinkage, most, eps = numbers
         mm, gm = (x.astype(gg.dtype) for x in (mm, gm))
         g, m = arithmetic.safe_sqrt(gg), arithmetic.safe_sqrt(mm)
-        c = gm / (g * m + eps)
+        c = jnp.clip(gm / (g * m + eps), -1, 1)
         sure = g / (g + confidence * m + eps)
         # g - β·(g·m̂)·m̂, β = min(shrinkage·(-c)·κ, max_shrinkage)
         beta = jnp.minimum(shrinkage * -c * sure, most)
         against = -beta * gm / jnp.square(m + eps)
         # |g|·((1-λ)·ĝ + λ·m̂)/|…|, λ = min(rotation·(aligned-c)/(aligned-opposed)·κ, 1)
-        ramp = jnp.minimum((agrees - c + eps) / (agrees - opposed + eps), 1)
+        ramp = 1 - jnp.clip((c - opposed) / (agrees - opposed + eps), 0, 1)
         turn = jnp.minimum(rotation * ramp * sure, 1)
         of_g, of_m = (1 - turn) / (g + eps), turn / (m + eps)
         mixed = jnp.square(of_g * g) + jnp.square(of_m * m) + 2 * of_g * of_m * gm
         mixed = arithmetic.safe_sqrt(mixed)
         size = g / (mixed + eps)
         opposes, short = c < 0, (g < eps) | (m < eps) | (g * m == 0)
-        # Unchanged if g or m is short, or if squares overflow: then entries that are
-        # not finite stay where they are.
-        as_it_is = short | (c >= agrees) | ~jnp.isfinite(gg + mm)
+        # Unchanged if g or m is short, if the mixture is almost 0, or if squares
+        # overflow: then entries that are not finite stay where they are.
+        as_it_is = short | (c >= agrees) | (~opposes & (mixed < eps))
+        as_it_is |= ~jnp.isfinite(gg + mm)
         a = jnp.where(as_it_is | opposes, 1, of_g * size)
         b = jnp.where(as_it_is, 0, jnp.where(opposes, against, of_m * size))
         return a, b
