@@ -1,8 +1,8 @@
 """Ray in this process: actors are threads here, and a test takes milliseconds.
 
 All that goes to an actor, into the store or back is pickled as Ray does it: arrays
-beside the message, and references by their number. Errors are Ray's own classes. Some of
-the tests that run on it run on a cluster, too, in the slow part, with the same assertions.
+beside the message, and references by their number. Errors are Ray's own classes. Some
+tests that run on it run on a cluster, too, in the slow part, with the same assertions.
 """
 
 import concurrent.futures
