@@ -18,9 +18,10 @@ First all quick tests run without a fault, and it is recorded which lines each t
 runs. That takes some minutes. For a fault those tests come first that run its line,
 those of the cheapest file first, then the others of their files. They may use what an
 earlier test has traced. A line may run only while modules are imported, as a constant
-or a default does: then those come first that run any line of its module. If no test
-runs the line, all run: some start processes. ``--record FOLDER`` keeps the record, and
-reads it the next time if nothing in the repository has changed.
+or a default does: then those come first that run any line of its module, and that of
+the public names. If no test runs the line, all run: some start processes.
+``--record FOLDER`` keeps the record, and reads it the next time if nothing in the
+repository has changed.
 
     python -m tests.mutations _gates --sample 60 --seed 1 --part quick --sole
     python -m tests.mutations _gates --sample 60 --seed 1 --sole tests/late tests/trees
@@ -58,6 +59,7 @@ from tests import lines
 
 REPOSITORY = pathlib.Path(__file__).parents[1]
 PACKAGE = REPOSITORY / "gradxform"
+PUBLIC = "tests/test_public_api.py"
 LIMIT = 3600  # Seconds for one run of pytest; a run that hangs has caught the fault.
 
 PAIRS = (
@@ -254,7 +256,9 @@ def nearest(runs: dict[str, lines.Run], mutation: Mutation) -> list[str]:
     exact = {x for x in found if not found[x].isdisjoint(mutation.lines)}
     tests = exact
     if not exact or not collected.isdisjoint(mutation.lines):
-        tests = {x for x in found if found[x]} or set(found)
+        # One test compares all public defaults, and runs none of them.
+        tests = {x for x in found if found[x]}
+        tests |= {x for x in found if lines.file_of(x) == PUBLIC or not tests}
     seconds: collections.Counter[str] = collections.Counter()
     for test in tests:
         seconds[lines.file_of(test)] += runs[test].seconds

@@ -141,7 +141,7 @@ class Leader(RecoverableServer):
         """Ends this process, whatever its threads are doing."""
         self._cause.put(why)
         time.sleep(LAST_WORD)
-        print(f"gradxform: {why}", file=sys.stderr, flush=True)
+        print(f"gradxform: {why}", file=sys.stderr)
         os._exit(1)
 
     def join(

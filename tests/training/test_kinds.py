@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import optax
 import pytest
 
-from gradxform._slices.kinds import States, Whole, of_leaves
+from gradxform._slices.kinds import States, Whole, axes_that_differ, of_leaves
 from gradxform._slices.rules import Along
 from gradxform._slices.slices import Kind, MixedSlicesError, Policy, Source
 from gradxform._trees.states import ADDS_STEPS
@@ -160,3 +160,11 @@ def test_an_error_names_the_innermost_class():
 def test_the_state_of_another_transformation():
     with pytest.raises(TypeError, match="state is not that of tx"):
         states(optax.trace(0.9).init).of(optax.adam(0.1).init(PARAMS))
+
+
+def test_which_axes_of_a_leaf_differ():
+    """None do if it has another number of axes."""
+    cases = [((4, 2), (4, 3), [1]), ((4, 2), (2, 4), [0, 1]), ((4, 2), (4, 2), [])]
+    cases += [((4, 2), (2,), []), ((4,), (2, 4), [])]
+    for shape, other, differ in cases:
+        assert axes_that_differ(shape, other) == differ
