@@ -17,8 +17,8 @@ pytestmark = [
 ]
 
 # A group is Ray's engine too, with one process more. The run that compiles everything
-# for the others is one of threads, and it is terminated as well. How Ctrl-C ends threads
-# and what ends a simulated run is tested in one process.
+# for the others is one of threads, and it is terminated as well. One process is enough
+# to test how Ctrl-C ends threads, and what ends a simulated run.
 PAIRS = ("group", "TERM"), ("threads", "KILL"), ("group", "INT")
 CODES = {"TERM": "143:", "KILL": "-9:", "INT": "130:"}
 
