@@ -221,6 +221,5 @@ def can_slice(x: jax.Array, axis: int) -> bool:
     if its numbers have 8 or 16 bits, and layers are along one of the last two axes.
     """
     layer = (*x.shape[:axis], *x.shape[axis + 1 :])
-    bits = 8 * x.dtype.itemsize
     is_matrix = sum(n >= 8 for n in layer) > 1
-    return is_matrix and (bits > 16 or axis < x.ndim - 2)
+    return is_matrix and (x.dtype.itemsize >= 4 or axis < x.ndim - 2)

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import gradxform as gx
+from gradxform._devices import host
 from gradxform._jax import compilers
 from gradxform._layers import stacks, tpu
 from gradxform._ray import layout, process
@@ -100,6 +101,24 @@ def test_any_loss_and_any_optimizer(loss, way, memory):
 )
 def test_two_passes(loss, way, memory):
     check(LOSSES[loss], WAYS[way], memory, compiled=True)
+
+
+@pytest.mark.every
+@pytest.mark.parametrize(
+    ("dtype", "shape", "axis", "can"),
+    [
+        ("float32", (4, 8, 8), 0, True),
+        ("float32", (8, 8, 4), 2, True),
+        ("float32", (4, 7, 8), 0, False),
+        ("float32", (4, 2, 8, 9), 0, True),
+        ("bfloat16", (4, 8, 8), 0, True),
+        ("bfloat16", (8, 4, 8), 1, False),
+        ("int8", (2, 4, 8, 8), 1, True),
+        ("int8", (2, 8, 4, 8), 2, False),
+    ],
+)
+def test_which_layers_come_from_the_host_by_themselves(dtype, shape, axis, can):
+    assert host.can_slice(jax.ShapeDtypeStruct(shape, dtype), axis) == can
 
 
 @pytest.mark.every
