@@ -223,7 +223,7 @@ def _option(name: str) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> Options:
     """The options of a command line; checks those that depend on each other."""
-    width = min(WIDTH, shutil.get_terminal_size().columns)
+    width = min(WIDTH, shutil.get_terminal_size().columns) - 2
     parser = Parser(
         prog=PROGRAM,
         description=__doc__,

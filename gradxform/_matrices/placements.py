@@ -120,7 +120,7 @@ def found(
 
 
 def _given(
-    name: str, tree: PyTree[Any], shardings: Prefix[jax.sharding.Sharding] | None
+    name: str, tree: optax.Params, shardings: Prefix[jax.sharding.Sharding] | None
 ) -> dict[Path, jax.sharding.Sharding]:
     """The sharding of each parameter that the user gives, by its path."""
     placed = structures.prefix("shardings", shardings, tree, name)
@@ -151,7 +151,7 @@ def _given(
 
 def _likely(
     init: optax.TransformInitFn,
-    tree: PyTree[Any],
+    tree: optax.Params,
     state: optax.OptState,
     given: Mapping[Path, jax.sharding.Sharding],
 ) -> dict[Path, NamedSharding]:

@@ -25,10 +25,9 @@ import yaml
 import gradxform as gx
 from gradxform._config import schedules
 from gradxform._config.config import AS_THEY_ARE, makers
-from tests import test_golden
+from tests import in_numpy, test_golden
 from tests.descriptors import DESCRIPTORS, Descriptor
 from tests.draw import schedules as drawn
-from tests.in_numpy import Program
 
 # A config cannot hold a function. It holds a schedule by its name.
 ROWS = [
@@ -936,7 +935,7 @@ def test_a_schedule_is_its_formula_up_to_the_ends_of_its_periods(name, length, n
     ends = np.cumsum(length * numbers.get("t_mul", 1) ** np.arange(4))
     near = {int(end) + k for end in (0, *ends) for k in (-1, 0, 1, length // 3)}
     steps = np.array(sorted(k for k in near if k >= 0), np.int32)
-    (got,) = Program(jax.make_jaxpr(rate)(steps))(steps)
+    got = in_numpy.jit(rate)(steps)
     wanted = [2 * formula(int(k), length, **numbers) for k in steps]
     np.testing.assert_allclose(got, wanted, 1e-5, 1e-6)
 
@@ -950,7 +949,7 @@ def test_the_last_push_of_a_step_fits_an_int32(pushes):
     last = most // pushes - 1
     steps = sorted({0, 1, last - 1, last, last + 1, most} - {-1, most + 1})
     steps = np.array(steps, np.int32)
-    (got,) = Program(jax.make_jaxpr(rate)(steps))(steps)
+    got = in_numpy.jit(rate)(steps)
     wanted = [pushes * (min(int(step), last) + 1) - 1 for step in steps]
     np.testing.assert_array_equal(got, wanted)
 

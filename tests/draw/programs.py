@@ -26,9 +26,9 @@ from gradxform._jax import versions
 from gradxform._slices import slices
 from gradxform._slices.rules import Along
 from gradxform._slices.slices import Evaluator, Kind, Missing, Policy, Slices, Source
+from tests import in_numpy
 from tests.draw import operations
 from tests.draw.operations import Draw
-from tests.in_numpy import Program as Traced
 
 NAMES = {"jax": jax, "jnp": jnp, "lax": lax, "np": np}
 
@@ -316,10 +316,9 @@ def compiled(f, *args):
     return jax.device_get(jax.jit(f)(*args))
 
 
-def in_numpy(f, *args):
+def traced(f, *args):
     """The same, of the traced program, and nothing is compiled."""
-    closed, types = jax.make_jaxpr(f, return_shape=True)(*args)
-    return jax.tree.unflatten(jax.tree.structure(types), Traced(closed)(*args))
+    return in_numpy.jit(f)(*args)
 
 
 def check(p):

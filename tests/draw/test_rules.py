@@ -267,7 +267,7 @@ def found_in(name):
     rng, number = np.random.default_rng(0), 1 if name in ONLY else 3
     args = {key: rng.standard_normal((number, 3)) for key in ("x", "y", "w")}
     p = programs.Program(f"def f(x, y, w):\n{body}", args, {"x": 0, "y": 0}, number)
-    found = programs.verdicts(p, programs.in_numpy)
+    found = programs.verdicts(p, programs.traced)
     return [" ".join(map(place, kinds)) for kinds in found]
 
 
@@ -321,13 +321,13 @@ def test_a_derivative_is_that_of_the_whole_program():
         run, _ = programs.by_slices(p, 1, numbered=True)
         kinds = programs.kinds_of(p, 1)
         pair = [*args.values()], [*moved.values()]
-        _, wanted = programs.in_numpy(lambda *x: jax.jvp(p.f, *x), *pair)
+        _, wanted = programs.traced(lambda *x: jax.jvp(p.f, *x), *pair)
         for i in range(3):
             parts = [
                 [programs.part(x, kind, [i]) for x, kind in zip(xs, kinds, strict=True)]
                 for xs in pair
             ]
-            _, got = programs.in_numpy(
+            _, got = programs.traced(
                 lambda *x, i=i: jax.jvp(lambda *x: run(i, *x), *x), *parts
             )
             for x, y in zip(got, wanted, strict=True):
@@ -364,7 +364,7 @@ def test_sums_over_a_mesh_axis_are_sums_of_slices():
     def in_numpy(f, axes, *args):
         with programs.wide():
             mapped = jax.vmap(f, axes, axis_name="i")
-            return jax.tree.leaves(programs.in_numpy(mapped, *args))
+            return jax.tree.leaves(programs.traced(mapped, *args))
 
     refused = ()
     whole = in_numpy(f, 0, x, w)

@@ -263,7 +263,7 @@ def test_each_process_reads_its_rows_and_compiles_once(monkeypatch):
         own, *others = lists(server._share(request.rows, k) for k in range(3))
         assert own == {0: rows[0]}  # The leader always sends its part of rows.
         assert others == [{0: own} if own else {} for own in rows[1:]]
-    # Rows of what each process has whole come from the leader alone.
+    # Each process has this leaf whole. The leader alone sends its rows.
     request = server.tables.request({"3": [5, 2]}, None)
     shares = lists(server._share(request.rows, k) for k in range(3))
     assert shares == [{3: [2, 5]}, {}, {}]

@@ -113,6 +113,8 @@ def test_two_passes(loss, way, memory):
         ("float32", (4, 2, 8, 9), 0, True),
         ("bfloat16", (4, 8, 8), 0, True),
         ("bfloat16", (8, 4, 8), 1, False),
+        ("bfloat16", (8, 8, 4), 2, False),
+        ("complex64", (8, 8, 4), 2, True),
         ("int8", (2, 4, 8, 8), 1, True),
         ("int8", (2, 8, 4, 8), 2, False),
     ],

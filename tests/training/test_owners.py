@@ -113,7 +113,7 @@ CASES = {
         ),
         "bb",
     ),
-    "a branch of what is free": (
+    "a branch of free arrays": (
         lambda a, b, c, i: lax.cond(
             i > 0, lambda x, y: x, lambda x, y: jnp.ones((3, 1)) * y[0] + x, a, c
         ),

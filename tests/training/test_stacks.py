@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gradxform._layers.stacks import StackVariable
-from tests.in_numpy import Program
+from tests import in_numpy
 
 W = np.arange(4.0 * 6 * 5, dtype=np.float32).reshape(4, 6, 5)
 MESH = NamedSharding(jax.make_mesh((1,), ("x",), (AxisType.Auto,)), P())
@@ -39,30 +39,26 @@ def made(f):
     return variable
 
 
-def in_numpy(f, x):
-    return Program(jax.make_jaxpr(f)(x))(x)[0]
-
-
 @pytest.mark.every
 @pytest.mark.parametrize("name", CASES)
 def test_a_layer_is_that_of_the_whole_variable(name):
     f, axis, order = CASES[name]
-    variable, whole = made(f), in_numpy(f, W)
+    variable, whole = made(f), in_numpy.jit(f)(W)
     assert (variable.axis(len(whole)), variable.order) == (axis, order)
     assert variable.is_itself == (order in ((), (0, 1, 2)))
     assert variable.has_derivative == (
         name not in ("integers", "from integers", "stopped")
     )
-    np.testing.assert_array_equal(in_numpy(variable.whole, W), whole)
+    np.testing.assert_array_equal(in_numpy.jit(variable.whole)(W), whole)
     assert variable.axis(0) is None
     assert name == "w" or variable.axis(7) is None
     if axis is None:
         return
     for layer, part in zip(whole, np.split(W, len(whole), axis), strict=True):
-        got = in_numpy(lambda part: variable.layer(part, len(whole)), part)
+        got = in_numpy.jit(lambda part: variable.layer(part, len(whole)))(part)
         np.testing.assert_array_equal(got, layer)
         if order is not None:
-            np.testing.assert_array_equal(in_numpy(variable.part, layer), part)
+            np.testing.assert_array_equal(in_numpy.jit(variable.part)(layer), part)
 
 
 def test_a_refusal_says_what_to_do():
