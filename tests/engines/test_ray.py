@@ -162,9 +162,8 @@ def test_sigterm_ends_a_run_and_the_one_around_it(outer, inner, tmp_path, caplog
 # Deaths.
 
 
-def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(
-    ray_in_process, tmp_path
-):
+@on_cluster
+def test_a_server_that_another_call_has_replaced_goes_on_from_its_checkpoint(tmp_path):
     """No worker is busy when it dies, so none notices; a call of the user does."""
     job = make_job(1, 20)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=4, every_seconds=None)
@@ -218,9 +217,8 @@ def test_a_server_begins_anew_without_a_checkpoint_and_does_not_die_twice(
         assert "more than max_deaths" in raised.value.__notes__[0]
 
 
-def test_a_server_that_dies_after_its_folder_does_not_begin_anew(
-    ray_in_process, tmp_path
-):
+@on_cluster
+def test_a_server_that_dies_after_its_folder_does_not_begin_anew(tmp_path):
     directory = tmp_path / "run"
     checkpoint = engines.Checkpoint(directory, every_steps=5, every_seconds=None)
 
@@ -278,9 +276,8 @@ def test_without_a_checkpoint_a_server_that_dies_ends_the_run(ray_in_process):
 # The end.
 
 
-def test_a_server_that_dies_right_after_the_last_push_loses_nothing(
-    ray_in_process, tmp_path
-):
+@on_cluster
+def test_a_server_that_dies_right_after_the_last_push_loses_nothing(tmp_path):
     job = make_job(2, 60)
     checkpoint = engines.Checkpoint(tmp_path, every_steps=28, every_seconds=None)
     with engines.ray(job, checkpoint=checkpoint) as run:
@@ -298,9 +295,8 @@ def test_a_server_that_dies_right_after_the_last_push_loses_nothing(
     assert counts.lost == len(pushes) - 60 > 0
 
 
-def test_answered_pushes_count_and_are_saved_before_they_are_given(
-    ray_in_process, tmp_path
-):
+@on_cluster
+def test_answered_pushes_count_and_are_saved_before_they_are_given(tmp_path):
     job = make_job([worker()] * 2, 10**6)
     with (
         pytest.raises(ValueError, match="enough") as raised,
